@@ -1,0 +1,781 @@
+"""What every recipe imports: losses and advantages as pure functions, and the trainer base that feeds them.
+
+Vocabulary and shapes, everywhere (N sequences, T completion tokens, G group size, V vocabulary):
+
+    logps          (N, T)  log pi_theta, training engine, current weights
+    old_logps      (N, T)  log pi_old, training engine, the weights that sampled
+    rollout_logps  (N, T)  log mu, inference engine, the weights that sampled (behaviour policy)
+    ref_logps      (N, T)  log pi_ref
+    mask           (N, T)  1 where a completion token counts
+    advantages     (N, 1)
+    ratio          r     = exp(logps - old_logps)            staleness
+    mismatch             = exp(old_logps - rollout_logps)    training-inference discrepancy
+    weight         omega = exp(logps - rollout_logps)        = ratio * mismatch
+    seq_weight     rho   = exp(mean_t log omega)   (N, 1)    geometric mean over the sequence
+
+Rules kept by every function below: differences and `exp` in float32 or better (inputs may be bfloat16), log-ratios
+clamped to +-20 before `exp`, NaN inside the mask stays visible, nothing outside the mask reaches a masked result.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
+
+from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
+from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
+from rlvr_report import RunReport, table
+from rollout import TransformersEngine
+from verifier import MathVerifier
+
+LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
+
+
+# --- pure functions: advantages, weights, losses ----------------------------------------------------------------------
+
+
+def _float(x):
+    """float32 or better: bfloat16 log-probs lose 4e-3 in a difference, float64 is kept for exact tests."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _ratio(numerator_logps, denominator_logps):
+    """exp(numerator - denominator), clamped to +-20 in log space; NaN passes through, inf * 0 cannot happen."""
+    return (_float(numerator_logps) - _float(denominator_logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def _column(advantages):
+    """(N,) or (N, 1) or (N, T) -> broadcastable against (N, T)."""
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+
+def masked_mean(x, mask):
+    """(N, T), (N, T) -> (N, 1): mean over the tokens that count; 0 for a sequence without any."""
+    m = mask.bool()
+    return torch.where(m, x, 0.0).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
+
+
+def group_advantages(rewards, num_generations, scale="none"):
+    """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,) in the dtype of `rewards`.
+
+    scale: "none" (Dr. GRPO, MiniRL, DeepSeek-V3.2), "group" (GRPO, arXiv:2402.03300: divide by the group's standard
+    deviation), "batch" (divide by the standard deviation over all scored samples). The deviation is the unbiased one
+    (n - 1) plus 1e-4, as in TRL. A NaN reward is unscorable: left out of mean and deviation, advantage 0. A group whose
+    rewards are all equal has advantage exactly 0: equality is tested, because the float mean of equal values is
+    not always that value, and its rounding error divided by a small epsilon is a phantom gradient.
+
+    Raises ValueError for a length that is no multiple of num_generations, an infinite reward or an unknown scale.
+    """
+    if scale not in ("none", "group", "batch"):
+        raise ValueError(f"scale={scale!r} is unknown: use 'none', 'group' or 'batch'")
+    n = rewards.numel()
+    if rewards.dim() != 1 or num_generations < 1 or n % num_generations:
+        raise ValueError(
+            f"rewards of shape {tuple(rewards.shape)} do not split into groups of num_generations={num_generations}: "
+            "give a 1-D tensor whose length is a multiple of it"
+        )
+    if torch.isinf(rewards).any():
+        raise ValueError(f"reward {int(torch.isinf(rewards).nonzero()[0])} is infinite: return a finite reward or None")
+    groups = rewards.double().view(-1, num_generations)
+    scored = ~groups.isnan()
+    count = scored.sum(1, keepdim=True)
+    centred = torch.where(scored, groups - groups.nansum(1, keepdim=True) / count.clamp(min=1), 0.0)
+    low = torch.where(scored, groups, math.inf).amin(1, keepdim=True)
+    high = torch.where(scored, groups, -math.inf).amax(1, keepdim=True)
+    centred = torch.where(low >= high, 0.0, centred)  # one score, or all equal
+    if scale == "group":
+        centred = centred / ((centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
+    elif scale == "batch":
+        valid = groups[scored]
+        centred = centred / ((valid.std() if valid.numel() > 1 else valid.new_zeros(())) + 1e-4)
+    return centred.view(-1).to(rewards.dtype)
+
+
+def token_clip(logps, old_logps, rollout_logps, mode="icepop", low=0.5, high=5.0):
+    """TokenClip, the remedy for token-level training-inference mismatch (GradLoc blog, section on type A.1). -> (N, T), detached.
+
+    "tis"     min(mismatch, high), mismatch = pi_old/mu: a factor on `ppo_clip_loss`. Shrinks from above only.
+    "icepop"  omega * 1[low <= omega <= high], omega = pi_theta/mu: replaces the ratio, `loss = -weight * A * logps`, no
+              r-clip. A token outside the band gets weight exactly 0; a bound is never clamped *up* with its gradient
+              kept (that would multiply a vanishing weight by 1e30).
+
+    paper: whether PPO's min stayed in the TIS runs is not stated; we: keep it, because without it a negative advantage
+    with a large ratio is clipped in the wrong direction.
+    Raises ValueError for an unknown mode or 0 < low < high violated.
+    """
+    if mode not in ("tis", "icepop"):
+        raise ValueError(f"mode={mode!r} is unknown: use 'tis' or 'icepop'")
+    if not 0 <= low < high:
+        raise ValueError(f"token clip band [{low}, {high}] is empty or negative: need 0 <= low < high")
+    with torch.no_grad():
+        if mode == "tis":
+            return _ratio(old_logps, rollout_logps).clamp(max=high)
+        omega = _ratio(logps, rollout_logps)
+        outside = (omega < low) | (omega > high)  # False for NaN, which stays visible
+        return omega.masked_fill(outside, 0.0)
+
+
+def sequence_weight(logps, rollout_logps, mask):
+    """rho = exp(mean_t log omega), (N, 1), detached. GradLoc blog, type A.2; a *geometric mean*, not the product."""
+    with torch.no_grad():
+        log_omega = (_float(logps) - _float(rollout_logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        return masked_mean(log_omega, mask).exp()
+
+
+def seq_clip(logps, rollout_logps, mask, low=0.995, high=1.005):
+    """SeqClip, the remedy for sequence-level mismatch: keep = 1[low < rho < high], strict, both signs of A. -> (N, 1).
+
+    A dropped sequence stays in the denominators (GradLoc blog: the 1/G is written over all sequences). NaN rho gives
+    NaN, so that a broken log-prob is seen and not silently dropped. Raises ValueError unless 0 <= low < high.
+    """
+    if not 0 <= low < high:
+        raise ValueError(f"sequence clip band ({low}, {high}) is empty or negative: need 0 <= low < high")
+    rho = sequence_weight(logps, rollout_logps, mask)
+    return torch.where(rho.isnan(), rho, ((rho > low) & (rho < high)).to(rho.dtype))
+
+
+def ppo_clip_loss(logps, old_logps, advantages, eps_low=0.2, eps_high=0.2):
+    """-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r live. (N, T) per-token loss. PPO, arXiv:1707.06347 eq. 7."""
+    ratio, advantages = _ratio(logps, old_logps), _column(advantages)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+
+
+def minirl_loss(logps, old_logps, rollout_logps, advantages, eps_low=0.2, eps_high=0.27, cap=5.0):
+    """-M sg[min(omega, cap)] A log pi_theta, (N, T) per-token loss. MiniRL, arXiv:2512.01374 eq. 7.
+
+    M = 0 where A > 0 and r > 1 + eps_high, or A < 0 and r < 1 - eps_low, with r = pi_theta/pi_old (decoupled clip).
+    Gradient flows through `logps` only.
+    """
+    advantages = _column(advantages)
+    with torch.no_grad():
+        ratio = _ratio(logps, old_logps)
+        dropped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
+        weight = _ratio(logps, rollout_logps).clamp(max=cap).masked_fill(dropped, 0.0)
+    return -weight * advantages * _float(logps)
+
+
+def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
+    """(pi_theta/pi_b) * k3, k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1; (N, T). DeepSeek-V3.2 eq. 7.
+
+    The ratio is live: only then is the expected gradient under pi_b that of the reverse KL(pi_theta || pi_ref); with a
+    detached ratio it would be that of KL(pi_ref || pi_theta). On-policy the value equals k3, the gradient does not.
+    ratio_cap truncates the ratio from above (deployment guide's clip; not in the paper): beyond it the correction's
+    own gradient vanishes and the estimate is biased.
+    """
+    ratio = _ratio(logps, behaviour_logps)
+    if ratio_cap is not None:
+        ratio = ratio.clamp(max=ratio_cap)
+    log_ref = (_float(ref_logps) - _float(logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return ratio * (log_ref.exp() - log_ref - 1)
+
+
+def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_keep_ratio=0.0):
+    """DeepSeek-V3.2 eq. 9: drop a sequence when A < 0 and mean_t log(mu/pi_theta) > delta. -> (N, 1) keep, detached.
+
+    min_keep_ratio (deployment guide): at least ceil(min_keep_ratio * N) sequences stay; the least divergent of the
+    dropped ones come back first. Multiply the policy term only; denominators and KL stay untouched.
+    Raises ValueError for min_keep_ratio outside [0, 1] or per-token advantages (eq. 9 is per sequence).
+    """
+    if not 0 <= min_keep_ratio <= 1:
+        raise ValueError(f"min_keep_ratio={min_keep_ratio} is not a share: use a value in [0, 1]")
+    if _column(advantages).shape[1] != 1:
+        raise ValueError(f"advantages of shape {tuple(advantages.shape)}: eq. 9 needs one a sequence, (N,) or (N, 1)")
+    with torch.no_grad():
+        divergence = masked_mean(_float(rollout_logps) - _float(logps), mask)
+        keep = ~((_column(advantages) < 0) & (divergence > delta))
+        missing = math.ceil(min_keep_ratio * len(keep)) - int(keep.sum())
+        if missing > 0:
+            order = torch.where(keep, math.inf, divergence).squeeze(1).argsort(stable=True)
+            keep[order[:missing]] = True
+        return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
+
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_sum")
+
+
+def aggregate(per_token_loss, mask, how, normalizer):
+    """Sum this micro-batch's share of the loss: () scalar. Shares of all micro-batches and ranks add up to the loss.
+
+    token_mean           sum over tokens / normalizer              normalizer = tokens of the optimizer step
+    seq_mean_token_mean  sum over sequences of their token mean / normalizer      = sequences of the optimizer step
+    seq_sum              sum over tokens / normalizer                     = sequences (or any constant)
+
+    `normalizer` is global: fixed once per optimizer step, over all micro-batches and ranks, before anything is masked,
+    so that the result depends neither on the micro-batch split, nor on the padding, nor on what a clip rejected.
+    A mask without any token gives 0 with a zero gradient. Raises ValueError for an unknown `how` or a normalizer that is not positive.
+    """
+    if how not in AGGREGATIONS:
+        raise ValueError(f"how={how!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+    m = mask.bool()
+    if not normalizer > 0:
+        if m.any():
+            raise ValueError(f"normalizer={normalizer} must be positive: the count over the whole optimizer step")
+        normalizer = 1.0  # nothing counts anywhere: 0 / 1, still connected to the graph (FSDP needs the backward)
+    kept = torch.where(m, per_token_loss, 0.0)
+    if how == "seq_mean_token_mean":
+        return (kept.sum(1) / m.sum(1).clamp(min=1)).sum() / normalizer
+    return kept.sum() / normalizer
+
+
+def support_logps(logits, ids, support):
+    """Log-probs of `ids` when the softmax runs over the sampled support only (DeepSeek-V3.2, keep sampling mask).
+
+    logits (N, T, V); ids (N, T); support = (token_ids (nnz,), offsets (N*T + 1,)), row-major CSR. -> (N, T) float32.
+    An empty row means the full vocabulary. Memory is O(nnz): no dense (N, T, V) mask.
+    Raises ValueError where a row does not contain its own sampled id, or the offsets do not fit.
+    """
+    token_ids, offsets = (x.to(logits.device).long() for x in support)
+    n, t, v = logits.shape
+    if offsets.numel() != n * t + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != token_ids.numel():
+        raise ValueError(f"support offsets must hold {n * t + 1} values from 0 to {token_ids.numel()}, row-major over (N, T)")
+    sizes = offsets.diff()
+    if (sizes < 0).any() or (token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= v)):
+        raise ValueError(f"support offsets must not fall, and token ids must lie in [0, {v})")
+    flat, chosen = _float(logits).reshape(n * t, v), ids.reshape(-1)
+    rows = torch.repeat_interleave(torch.arange(n * t, device=logits.device), sizes)
+    inside = torch.zeros(n * t, dtype=torch.bool, device=logits.device)
+    inside[rows[token_ids == chosen[rows]]] = True
+    bad = (~inside & (sizes > 0)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"sampled token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in its recorded support"
+        )
+    kept = flat[rows, token_ids]  # (nnz,)
+    top = torch.full((n * t,), -math.inf, device=flat.device, dtype=flat.dtype)
+    top = top.scatter_reduce(0, rows, kept.detach(), "amax")
+    total = torch.zeros_like(top).index_add(0, rows, (kept - top[rows]).exp())
+    full = (sizes == 0).nonzero().squeeze(1)
+    log_z = torch.where(sizes > 0, top, 0.0) + torch.where(sizes > 0, total, 1.0).log()
+    log_z = log_z.index_copy(0, full, flat[full].logsumexp(1))
+    return (flat.gather(1, chosen.unsqueeze(1)).squeeze(1) - log_z).view(n, t)
+
+
+# --- flags: what a loss does not read is refused ----------------------------------------------------------------------
+
+# Every GRPOConfig option that changes the loss, the advantages or the sampling distribution. A recipe names those it reads; each of
+# the others must keep its default. tests/test_flags.py fails when a TRL release adds an option that nobody has sorted.
+LOSS_FLAGS = {
+    "beta", "num_iterations", "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level",
+    "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "multi_objective_aggregation", "scale_rewards", "reward_weights", "mask_truncated_completions",
+    "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max",
+    "entropy_coef_delta", "entropy_target", "router_aux_loss_coef", "off_policy_mask_threshold", "use_bias_correction_kl",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "label_smoothing_factor",
+}  # fmt: skip
+# Options of samplers that TransformersEngine is not.
+SAMPLER_FLAGS = {
+    "generation_kwargs", "repetition_penalty", "cache_implementation", "use_transformers_continuous_batching",
+    "transformers_continuous_batching_config", "use_transformers_paged", "ds3_gather_for_generation",
+}  # fmt: skip
+HINTS = {
+    "loss_type": "choose with --aggregation",
+    "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
+    "importance_sampling_level": "sequence ratios are the business of --seq_clip_low / --seq_clip_high",
+    "off_policy_mask_threshold": "this mask belongs to the DeepSeek-V3.2 recipe",
+}
+
+
+def refuse_unused(args, honoured):
+    """Raise ValueError naming the first loss or sampler flag that was changed but that this recipe never reads.
+
+    args: an RLVRConfig; honoured: the names of LOSS_FLAGS that the recipe's loss does read.
+    """
+    unknown = set(honoured) - LOSS_FLAGS
+    if unknown:
+        raise ValueError(f"honoured names {sorted(unknown)} that are no loss flags: correct the recipe")
+    defaults = {f.name: f.default for f in dataclasses.fields(RLVRConfig)}
+    for name in sorted((LOSS_FLAGS - set(honoured)) | (set() if args.use_vllm else SAMPLER_FLAGS)):
+        if getattr(args, name) != defaults[name]:
+            hint = f" ({HINTS[name]})" if name in HINTS else ""
+            raise ValueError(
+                f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it, default is {defaults[name]}"
+            )
+
+
+# --- configuration shared by all recipes ------------------------------------------------------------------------------
+
+
+@dataclass
+class RLVRConfig(GRPOConfig):
+    """GRPOConfig plus what our trainer base reads. Device, precision and batch are settled in __post_init__."""
+
+    # TRL options whose default differs here
+    bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; unset = where the GPU has it"})
+    scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
+    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
+    logging_steps: float = field(default=1, metadata={"help": "optimizer steps between two lines of metrics.jsonl"})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
+
+    # data
+    dataset: str = field(default="tiny", metadata={"help": "training rows: tiny, a hub id, or a .jsonl/.json/.parquet"})
+    dataset_limit: int | None = field(default=None, metadata={"help": "use at most this many rows"})
+    prompt_style: str | None = field(
+        default=None, metadata={"help": "boxed | answer_line | plain | keep; unset = by the dataset's schema"}
+    )
+    max_prompt_tokens: int | None = field(default=None, metadata={"help": "drop rows whose prompt is longer, in tokens"})
+    prompts_per_step: int | None = field(
+        default=None, metadata={"help": "prompts of one optimizer step; sets gradient_accumulation_steps by itself"}
+    )
+    # rollouts
+    rollout_dtype: str = field(
+        default="float32", metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 (emulated)"}
+    )
+    rollout_batch_size: int | None = field(default=None, metadata={"help": "sequences sampled at once; unset = all"})
+    # loss
+    aggregation: str = field(default="seq_mean_token_mean", metadata={"help": " | ".join(AGGREGATIONS)})
+    # reward
+    verifier_workers: int = field(default=2, metadata={"help": "math-verify worker processes of each rank"})
+    verifier_timeout_s: float = field(default=5.0, metadata={"help": "wall clock of one verification, seconds"})
+    verifier_memory_mb: int = field(default=2048, metadata={"help": "memory limit of one worker, MB"})
+    exact_answers: bool = field(
+        default=False, metadata={"help": "only a literal number counts, not an expression (generated arithmetic)"}
+    )
+    # evaluation
+    eval_source: str | None = field(default=None, metadata={"help": "held-out rows, as --dataset; unset = no evaluation"})
+    eval_problems: int = field(default=200, metadata={"help": "held-out problems"})
+    eval_samples: int = field(default=4, metadata={"help": "samples a problem (accuracy is avg@k)"})
+    eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0 = only before and after"})
+    # launch
+    expect_processes: int | None = field(default=None, metadata={"help": "stop unless the run has this many processes"})
+    expect_distributed: str | None = field(
+        default=None, metadata={"help": "stop unless distributed as: no | ddp | fsdp | fsdp2 | deepspeed"}
+    )
+
+    def __post_init__(self):
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
+        pick_device_and_precision(self)
+        derive_accumulation(self)
+        super().__post_init__()
+        check_batch(self)
+
+
+# --- the trainer base -------------------------------------------------------------------------------------------------
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's RepeatSampler with an order that depends on (seed, epoch) alone: a resumed run sees the same order.
+
+    RepeatSampler draws each epoch's permutation from one generator, so a run resumed in epoch 2 replays epoch 1.
+    """
+
+    epoch = 0
+
+    def __iter__(self):
+        if self.shuffle:
+            self.generator.manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+@dataclass
+class Scored:
+    """One micro-batch as a loss sees it. (N, T) float32 except advantages (N, 1); zero outside the mask."""
+
+    logps: torch.Tensor
+    old_logps: torch.Tensor
+    rollout_logps: torch.Tensor
+    ref_logps: torch.Tensor | None
+    entropies: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+
+
+class RLVRTrainer(GRPOTrainer):
+    """GRPOTrainer with our rollouts, exact advantages, a global normaliser, honest metrics and bit-exact resume.
+
+    A recipe subclasses it and writes `_compute_loss`: score, pure functions, aggregate, track.
+    """
+
+    def __init__(self, model, args, reward_funcs, train_dataset, **kwargs):
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is tested here against the pinned TRL
+        super().__init__(
+            model, reward_funcs, args, train_dataset, rollout_func=None if args.use_vllm else self._rollout, **kwargs
+        )
+        check_distributed(self.accelerator, args.expect_distributed)
+        self.engine = None
+        if not args.use_vllm:
+            self.engine = TransformersEngine(
+                self.accelerator.unwrap_model(self.model),
+                self.eos_token_ids,
+                self._tokenizer.pad_token_id,
+                rollout_dtype=args.rollout_dtype,
+                seed=args.seed,
+                device=self.accelerator.device,
+            )
+        self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
+        self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
+        self._counts = {}
+        self._unchanged_pushes = 0
+        self._data_digest = None
+
+    # rollouts ---------------------------------------------------------------------------------------------------------
+
+    def sync_engine(self):
+        """Copy the current weights into the engine (all processes call it); once per weight version."""
+        before, version = self.engine.fingerprint, self.state.global_step
+        if before is None or self.engine.version != version:
+            fingerprint = self.engine.push_weights(self.model_wrapped, version)
+            changed = before is None or fingerprint != before
+            self._metrics["train"]["rollout/weights_changed"].append(float(changed))
+            self._unchanged_pushes = 0 if changed else self._unchanged_pushes + 1
+            if self._unchanged_pushes == 5:
+                warnings.warn(
+                    f"the last 5 pushes up to step {version} left the rollout weights unchanged: the optimizer does not "
+                    "move them (learning rate 0, no gradient, or no advantage in any group)",
+                    stacklevel=2,
+                )
+
+    def _rollout(self, prompts, trainer):
+        """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
+        self.sync_engine()
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
+        self._sequences_sampled += self.accelerator.num_processes * len(prompts)
+        rollout = self.engine.generate(
+            prompt_ids,
+            self.max_completion_length,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or 0.0,
+            batch_size=self.args.rollout_batch_size,
+            sequence_ids=range(first, first + len(prompts)),
+        )
+        return {
+            "prompt_ids": rollout.prompt_ids,
+            "completion_ids": rollout.completion_ids,
+            "logprobs": rollout.rollout_logps,
+        }
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # all ranks, (N, funcs)
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        self._rewards = total.masked_fill(rewards.isnan().all(1), math.nan)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        generations = self.num_generations if self.model.training else self.num_generations_eval
+        advantages = group_advantages(self._rewards, generations, self.args.scale_rewards)
+        n, rank = len(inputs), self.accelerator.process_index
+        output["advantages"] = advantages[rank * n : (rank + 1) * n]
+        output["version"] = torch.full((n,), self.state.global_step, device=advantages.device)
+        for _ in advantages:  # the completions table shows the advantages that train
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend(advantages.tolist())
+        return output
+
+    # loss plumbing ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _loss_mask(inputs):
+        mask = inputs["completion_mask"]
+        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        accumulation = self.args.gradient_accumulation_steps
+        window = None
+        if not self.model.training:
+            window = [inputs]
+        elif self._step % accumulation == 0:
+            start = self._step % self.args.steps_per_generation
+            window = self._buffered_inputs[start : start + accumulation]
+        if window is not None:  # fixed before any clip or rejection, over all micro-batches and ranks
+            tokens = sum(self._loss_mask(x).sum() for x in window)
+            sequences = sum(len(x["advantages"]) for x in window)
+            counts = torch.stack([tokens.float(), torch.full_like(tokens, sequences, dtype=torch.float)])
+            tokens, sequences = self.accelerator.reduce(counts, "sum").tolist()
+            self._counts = {"token_mean": tokens, "seq_mean_token_mean": sequences, "seq_sum": sequences}
+        return inputs
+
+    def normalizer(self, how):
+        """Denominator of `aggregate` on this rank: the global count over world size, as ranks' gradients are averaged."""
+        return self._counts[how] / self.accelerator.num_processes
+
+    def score(self, model, inputs):
+        """Run the training engine over one micro-batch -> Scored. Temperature is that of the rollout (TRL's head)."""
+        mask = self._loss_mask(inputs)
+        completion = inputs["completion_ids"]
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completion], 1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            completion.size(1),
+            compute_entropy=True,
+        )
+
+        def clean(x):  # padding may hold anything; cut it here so that neither value nor gradient can leak
+            return torch.where(mask.bool(), _float(x), 0.0)
+
+        logps = clean(logps)
+        # absent when generation and update are aligned: then pi_old is pi_theta, and r = 1 with a live gradient
+        old = clean(inputs["old_per_token_logps"]) if "old_per_token_logps" in inputs else logps.detach()
+        ref = clean(inputs["ref_per_token_logps"]) if "ref_per_token_logps" in inputs else None
+        rollout_logps = clean(inputs["sampling_per_token_logps"])
+        return Scored(logps, old, rollout_logps, ref, clean(entropies), mask, inputs["advantages"].unsqueeze(1))
+
+    # metrics ----------------------------------------------------------------------------------------------------------
+
+    def track(self, name, values, mask=None, quantiles=False):
+        """Collect a metric of this micro-batch; reduced once per optimizer step over micro-batches and ranks.
+
+        Mean over `values` where mask is 1. With quantiles: name/p01, p50, p99, min, max instead of the mean.
+        """
+        values = values.detach().float()
+        values = values[mask.bool()] if mask is not None else values.reshape(-1)
+        self._window[(name, quantiles)].append(values)
+
+    def track_policy(self, batch):
+        """The metrics every recipe shares: entropy, staleness, training-inference mismatch, raw weights. See README's glossary."""
+        mask = batch.mask
+        ratio, omega = _ratio(batch.logps, batch.old_logps), _ratio(batch.logps, batch.rollout_logps)
+        log_mismatch = batch.old_logps - batch.rollout_logps
+        mismatch = _ratio(batch.old_logps, batch.rollout_logps)
+        self.track("entropy", batch.entropies, mask)
+        self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
+        self.track("mismatch/k3", mismatch - 1 - log_mismatch, mask)
+        self.track("mismatch/extreme_frac", (torch.maximum(mismatch, 1 / mismatch) > 2).float(), mask)  # F(2)
+        self.track("ratio", ratio, mask, quantiles=True)
+        self.track("omega", omega, mask, quantiles=True)
+        self.track("rho", sequence_weight(batch.logps, batch.rollout_logps, mask), quantiles=True)
+
+    def flush(self):
+        """Reduce the window into TRL's metric store when the optimizer step (or an evaluation batch) is complete."""
+        mode = "train" if self.model.training else "eval"
+        if mode == "train" and not self.accelerator.sync_gradients:
+            return
+        store, window = self._metrics[mode], {k: torch.cat(v) for k, v in sorted(self._window.items())}
+        means = [(name, v) for (name, quantiles), v in window.items() if not quantiles]
+        sums = torch.stack([torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for _, v in means])
+        for (name, _), (total, count) in zip(means, self.accelerator.reduce(sums, "sum").tolist(), strict=True):
+            store[name].append(total / count if count else math.nan)
+        for (name, quantiles), values in window.items():
+            if quantiles:
+                values = self.accelerator.pad_across_processes(values, pad_index=math.nan)
+                values = self.accelerator.gather(values)
+                values = values[~values.isnan()].sort().values
+                for label, q in (("min", 0.0), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+                    value = values[round(q * (len(values) - 1))].item() if len(values) else math.nan
+                    store[f"{name}/{label}"].append(value)
+        self._window.clear()
+
+    # data order and resume --------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        dataset = self.train_dataset if dataset is None else dataset
+        self._sampler = EpochSampler(
+            dataset,
+            self.num_generations,
+            self.args.generation_batch_size // self.num_generations,
+            self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return self._sampler
+
+    def _run_epoch(self, *args, epoch, **kwargs):
+        self._sampler.epoch = epoch
+        return super()._run_epoch(*args, epoch=epoch, **kwargs)
+
+    def data_digest(self):
+        """sha256 over the training rows: a checkpoint only resumes on the rows it was made with."""
+        if self._data_digest is None:
+            digest = hashlib.sha256()
+            for row in self.train_dataset:
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            self._data_digest = digest.hexdigest()
+        return self._data_digest
+
+    def _rollout_state_path(self, checkpoint):
+        return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.save_only_model:
+            return
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        state = {
+            "micro_step": self._step,
+            "buffered_inputs": self._buffered_inputs,
+            "sequences_sampled": self._sequences_sampled,
+            "metrics": dict(self._metrics["train"]),
+            "num_processes": self.accelerator.num_processes,
+            "data_digest": self.data_digest(),
+        }
+        path = self._rollout_state_path(checkpoint)
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        path, rank = self._rollout_state_path(checkpoint), self.accelerator.process_index
+        needed = [path.name, "rng_state.pth" if self.accelerator.num_processes == 1 else f"rng_state_{rank}.pth"]
+        if not self.is_deepspeed_enabled:  # DeepSpeed keeps optimizer and scheduler in its own files and checks them
+            needed += ["scheduler.pt"] + ([] if self.is_fsdp_enabled else ["optimizer.pt"])
+        for name in needed:
+            if not (Path(checkpoint) / name).exists():
+                raise FileNotFoundError(
+                    f"{checkpoint} holds no {name}: resuming would silently restart that state; "
+                    "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
+                )
+        super()._load_optimizer_and_scheduler(checkpoint)
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        if state["num_processes"] != self.accelerator.num_processes:
+            raise ValueError(
+                f"{checkpoint} was saved by {state['num_processes']} processes and this run has "
+                f"{self.accelerator.num_processes}: launch as many"
+            )
+        if state["data_digest"] != self.data_digest():
+            raise ValueError(
+                f"{checkpoint} was made with other training rows than --dataset {self.args.dataset} gives now: resume "
+                "with the same rows, limit, prompt style and seed"
+            )
+        self._step = state["micro_step"]
+        self._buffered_inputs = state["buffered_inputs"]
+        self._sequences_sampled = state["sequences_sampled"]
+        self._metrics["train"] = defaultdict(list, state["metrics"])
+
+    # held-out accuracy ------------------------------------------------------------------------------------------------
+
+    def held_out_accuracy(self, rows, samples):
+        """avg@samples of the current weights on `rows`, sampled as in training. -> {"accuracy", "stderr", "problems"}.
+
+        Problems are split over the processes. Each sample has its own fixed random stream, so two weights are
+        compared under the same noise. An unscorable gold is left out.
+        """
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = range(rank, len(rows), world)
+        prompts = [rows[i]["prompt"] for i in mine for _ in range(samples)]
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        if self.engine is None:
+            ids, _ = self._generate_single_turn(prompt_ids, None, {}, samples)
+        else:
+            self.sync_engine()
+            streams = [EVAL_STREAM + i * samples + k for i in mine for k in range(samples)]
+            ids = self.engine.generate(
+                prompt_ids,
+                self.max_completion_length,
+                temperature=self.temperature,
+                batch_size=self.args.rollout_batch_size,
+                sequence_ids=streams,
+            ).completion_ids
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        golds = [rows[i]["solution"] for i in mine for _ in range(samples)]
+        rewards = self.reward_funcs[0](completions=texts, solution=golds)
+        means = [_mean(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
+        means = [m for m in means if m is not None]
+        sums = torch.tensor([sum(means), sum(m * m for m in means), len(means)], dtype=torch.float64)
+        total, squares, count = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").tolist()
+        accuracy = total / max(count, 1)
+        variance = max(squares / max(count, 1) - accuracy**2, 0.0)
+        return {"accuracy": accuracy, "stderr": math.sqrt(variance / max(count, 1)), "problems": int(count)}
+
+
+EVAL_STREAM = 2**40  # random streams of evaluation samples start here; training counts up from 0
+
+
+def _mean(rewards):
+    scored = [r for r in rewards if r is not None]
+    return sum(scored) / len(scored) if scored else None
+
+
+class HeldOut(TrainerCallback):
+    """Held-out accuracy every `--eval_every` steps, into the same metrics.jsonl line."""
+
+    def __init__(self, trainer, rows):
+        self.trainer, self.rows = trainer, rows
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.eval_every and state.global_step % args.eval_every == 0 and state.global_step < state.max_steps:
+            result = self.trainer.held_out_accuracy(self.rows, args.eval_samples)
+            self.trainer._metrics["train"]["eval/accuracy"].append(result["accuracy"])
+
+
+# --- the frame of a run -----------------------------------------------------------------------------------------------
+
+
+def make_verifier(args):
+    """The reward function that the flags describe."""
+    return MathVerifier(
+        workers=args.verifier_workers,
+        timeout_s=args.verifier_timeout_s,
+        memory_mb=args.verifier_memory_mb,
+        exact=args.exact_answers,
+    )
+
+
+def load_rows(args, tokenizer):
+    """Training rows of --dataset and held-out rows of --eval_source (None without one), over-long prompts dropped."""
+    train = load_math_rows(args.dataset, limit=args.dataset_limit, seed=args.seed, prompt_style=args.prompt_style)
+    say(f"train: {load_math_rows_report(train)}")
+    if args.max_prompt_tokens is not None:
+        kept = train.filter(
+            lambda row: len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)) <= args.max_prompt_tokens
+        )
+        say(f"train: {len(train) - len(kept)} of {len(train)} prompts longer than {args.max_prompt_tokens} tokens dropped")
+        train = kept
+    if not len(train):
+        raise ValueError(f"--dataset {args.dataset}: no row is left; raise --max_prompt_tokens")
+    if args.eval_source is None:
+        return train, None
+    held_out = load_math_rows(args.eval_source, limit=args.eval_problems, seed=args.seed, prompt_style=args.prompt_style)
+    say(f"held-out: {load_math_rows_report(held_out)}")
+    return train, held_out
+
+
+def run(trainer, held_out=None):
+    """Evaluate, train (or resume), evaluate, save, and say where everything is. All processes call it."""
+    args = trainer.args
+    say(batch_line(args))
+    report = RunReport(args.output_dir)
+    report.replace_defaults(trainer)
+    before = after = None
+    if held_out is not None:
+        trainer.add_callback(HeldOut(trainer, held_out))
+        before = _evaluate("before", trainer, held_out)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if held_out is not None:
+        after = _evaluate("after", trainer, held_out)
+    final = Path(args.output_dir) / "final"
+    trainer.save_model(str(final))
+    if not trainer.accelerator.is_main_process:
+        return
+    if after is not None:
+        report.write({"step": trainer.state.global_step, "eval/accuracy": after["accuracy"]})
+    report.draw()
+    rows = []
+    if after is not None:
+        points = 100 * (after["accuracy"] - before["accuracy"])
+        rows = [
+            ("held-out accuracy before", _percent(before)),
+            ("held-out accuracy after", f"{_percent(after)}   {points:+.1f} points"),
+        ]
+    rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
+    print("\n" + table(rows), flush=True)
+
+
+def _percent(result):
+    return f"{100 * result['accuracy']:5.1f} % +- {100 * result['stderr']:.1f}  ({result['problems']} problems)"
+
+
+def _evaluate(when, trainer, rows):
+    say(f"held-out accuracy {when} training: {len(rows)} problems x {trainer.args.eval_samples} samples ...")
+    result = trainer.held_out_accuracy(rows, trainer.args.eval_samples)
+    say(f"  {_percent(result)}")
+    return result

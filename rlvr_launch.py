@@ -1,0 +1,318 @@
+"""From a command line to settled arguments: help, config files, device and precision, batch arithmetic, launch checks.
+
+Nothing here has an equation. Every check turns a silent degradation (one process instead of two, FSDP that is plain
+DDP, a batch that does not hold whole groups) into one sentence at start.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+import yaml
+from accelerate import PartialState
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import broadcast_object_list
+from trl import GRPOConfig, ModelConfig, TrlParser
+
+REPO = Path(__file__).resolve().parent
+TINY_CONFIG = REPO / "recipes" / "configs" / "tiny.yaml"
+
+# The twenty inherited options that matter; the rest is behind --help_all.
+COMMON_OPTIONS = {
+    "model_name_or_path", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint", "seed", "max_steps",
+    "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "num_generations",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length", "temperature", "use_vllm",
+    "save_steps", "report_to",
+}  # fmt: skip
+
+SHORT_HELP = {  # of inherited options whose own help runs over several lines
+    "per_device_train_batch_size": "completions (not prompts) of one forward on one device",
+    "num_train_epochs": "passes over the dataset; --max_steps overrides it",
+    "max_steps": "optimizer steps; -1 = by --num_train_epochs",
+    "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup, ...",
+    "warmup_steps": "steps of linear warm-up; below 1: a share of all steps",
+    "gradient_accumulation_steps": "forwards of one optimizer step on one device",
+    "max_grad_norm": "global gradient clipping; 0 = off",
+    "report_to": "trackio, wandb, tensorboard, none",
+    "save_steps": "optimizer steps between checkpoints",
+    "seed": "of data order, rollouts and adapters",
+    "resume_from_checkpoint": "a checkpoint folder, or `last` for the newest of --output_dir",
+    "max_completion_length": "tokens sampled at most",
+    "temperature": "of sampling; the training log-probs use the same",
+    "use_vllm": "sample with a vLLM server or in-process vLLM instead of the built-in engine",
+    "model_name_or_path": "tiny, a folder, a .gguf file, or a hub id",
+    "use_peft": "train LoRA adapters",
+    "lora_r": "rank of the adapters",
+}
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The recipe's docstring as written; every option under one name, with its default, on few lines."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=34, width=119)
+
+    def _format_usage(self, usage, actions, groups, prefix):
+        return f"usage: accelerate launch {Path(self._prog).name} [--config FILE.yaml] [options]\n\n"
+
+    def _format_action_invocation(self, action):
+        return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
+
+
+def make_parser(config_class, doc, show_all=False):
+    """TrlParser over (config_class, ModelConfig); unless show_all, help hides what a reader of this recipe can leave alone."""
+    parser = TrlParser(
+        (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
+    )
+    parser.add_argument("--help", "-h", "--help_all", action="store_true", help="this text; --help_all: every option of TRL")
+    own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    for action in parser._actions:
+        negation = any(option.startswith("--no_") for option in action.option_strings)
+        if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
+            action.help = argparse.SUPPRESS
+        elif action.dest in SHORT_HELP and not show_all:
+            action.help = SHORT_HELP[action.dest]
+    return parser
+
+
+def parse_args(config_class, doc, argv=None):
+    """Parse the command line into (config_class, ModelConfig); input errors end the program with one sentence.
+
+    Authority: command line, then `--config file.yaml`, then the dataclass. With neither --config nor
+    --model_name_or_path the embedded default (recipes/configs/tiny.yaml) is used. Unknown flags and keys are errors.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    given = {arg.split("=")[0] for arg in argv}
+    if given & {"--help", "-h", "--help_all"}:
+        print(make_parser(config_class, doc, show_all="--help_all" in given).format_help())
+        sys.exit(0)
+    try:
+        if "--config" in given:
+            check_config_file(argv[argv.index("--config") + 1 : argv.index("--config") + 2], config_class)
+        elif "--model_name_or_path" not in given:
+            argv = ["--config", str(TINY_CONFIG), *argv]
+            say(f"embedded default: {TINY_CONFIG.relative_to(REPO)} (another model: --config or --model_name_or_path)")
+        args, model_args, _ = make_parser(config_class, doc).parse_args_and_config(argv)
+        check_processes(args)
+        settle_output_dir(args, explicit="--output_dir" in given)
+        model_args.model_name_or_path = find_model(model_args.model_name_or_path)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    return args, model_args
+
+
+def say(text):
+    """Print once, whatever the number of processes. Needs no process group."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def check_config_file(paths, config_class):
+    """Raise one sentence naming file and key for a config that is missing, no mapping, or has a key nobody reads."""
+    if not paths:
+        raise ValueError("--config needs a file: --config recipes/configs/tiny.yaml")
+    path = Path(paths[0])
+    if not path.exists():
+        known = ", ".join(sorted(p.name for p in TINY_CONFIG.parent.glob("*.yaml")))
+        raise FileNotFoundError(f"--config {path} does not exist; recipes/configs has {known}")
+    content = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `option: value` lines, found {type(content).__name__}")
+    known = set(config_class.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__) | {"env"}
+    unknown = sorted(set(content) - known)
+    if unknown:
+        raise ValueError(f"--config {path}: nobody reads {', '.join(unknown)}; --help_all lists the options")
+
+
+def find_model(name):
+    """`tiny` or a folder relative to the repository -> its absolute path; anything else (hub id, path) unchanged."""
+    if name is None:
+        raise ValueError("no model: give --model_name_or_path, or a --config that names one")
+    local = REPO / "tiny" / "qwen3" if name == "tiny" else REPO / name
+    return str(local) if not Path(name).exists() and local.is_dir() else name
+
+
+def settle_output_dir(args, explicit):
+    """Fix args.output_dir and args.resume_from_checkpoint; never mix two runs in one folder.
+
+    A fresh run whose folder already holds one moves to `<folder>-2`, `-3`, ... when the folder is the recipe's default, and is
+    refused when it was named by the user. `--resume_from_checkpoint last` finds the newest complete checkpoint.
+    """
+    folder = Path(args.output_dir).absolute()
+    if args.resume_from_checkpoint is not None:
+        checkpoint = Path(args.resume_from_checkpoint).absolute()
+        if args.resume_from_checkpoint == "last":
+            complete = [p.parent for p in folder.glob("checkpoint-*/rollout_state_0.pt")]
+            if not complete:
+                raise FileNotFoundError(
+                    f"--resume_from_checkpoint last: no complete checkpoint in {folder}; name the run with --output_dir"
+                )
+            checkpoint = max(complete, key=lambda p: int(p.name.split("-")[1]))
+        elif not (checkpoint / "trainer_state.json").exists():
+            raise FileNotFoundError(f"--resume_from_checkpoint {checkpoint} is no checkpoint: it has no trainer_state.json")
+        elif not explicit:
+            folder = checkpoint.parent
+        args.resume_from_checkpoint = str(checkpoint)
+    elif (folder / "metrics.jsonl").exists():
+        if explicit:
+            raise ValueError(
+                f"--output_dir {folder} already holds a run: continue it with --resume_from_checkpoint last, or name another"
+            )
+        number = 2
+        while (folder.with_name(f"{folder.name}-{number}") / "metrics.jsonl").exists():
+            number += 1
+        folder = folder.with_name(f"{folder.name}-{number}")
+    choice = [str(folder)]
+    if PartialState().num_processes > 1:
+        broadcast_object_list(choice)  # rank 0 decides: another rank may look a moment later, when the folder exists
+    args.output_dir = choice[0]
+
+
+# --- device and precision ---------------------------------------------------------------------------------------------
+
+
+def pick_device_and_precision(config):
+    """Called in the config's __post_init__: without an accelerator run on the CPU in float32, without any flag.
+
+    TRL's default is bfloat16, which stops on a CPU with a message about GPUs. bf16 is taken where the GPU has it.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        config.use_cpu = True
+        config.dataloader_pin_memory = False
+    if config.bf16 is None:
+        on_cuda = accelerator is not None and accelerator.type == "cuda" and not config.use_cpu
+        config.bf16 = on_cuda and not config.fp16 and torch.cuda.is_bf16_supported()
+
+
+# --- batch arithmetic -------------------------------------------------------------------------------------------------
+
+
+def world_size():
+    """Number of processes as the launcher set it; 1 without a launcher. Does not start a process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def nearest(value, valid):
+    """The valid values next below and above `value`, as text."""
+    below, above = [v for v in valid if v < value], [v for v in valid if v > value]
+    return " or ".join(str(v) for v in below[-1:] + above[:1])
+
+
+def derive_accumulation(config):
+    """prompts_per_step -> gradient_accumulation_steps, so that one config file fits any number of devices.
+
+    Raises ValueError with the nearest valid values when it does not divide.
+    """
+    if config.prompts_per_step is None:
+        return
+    sequences = config.prompts_per_step * config.num_generations
+    at_once = config.per_device_train_batch_size * world_size()
+    if sequences % at_once:
+        valid = [p for p in range(1, 4 * config.prompts_per_step + at_once) if p * config.num_generations % at_once == 0]
+        raise ValueError(
+            f"prompts_per_step {config.prompts_per_step} x num_generations {config.num_generations} = {sequences} sequences do "
+            f"not divide over {world_size()} process(es) x per_device_train_batch_size {config.per_device_train_batch_size}: "
+            f"use --prompts_per_step {nearest(config.prompts_per_step, valid)}, or another per_device_train_batch_size"
+        )
+    if config.gradient_accumulation_steps not in (1, sequences // at_once):
+        raise ValueError(
+            f"prompts_per_step {config.prompts_per_step} needs gradient_accumulation_steps {sequences // at_once} on "
+            f"{world_size()} process(es), but {config.gradient_accumulation_steps} is set: give one of the two"
+        )
+    config.gradient_accumulation_steps = sequences // at_once
+
+
+def check_batch(config):
+    """Raise ValueError, with the nearest valid values, unless a sampled batch is whole groups and whole optimizer steps."""
+    per_device, generations = config.per_device_train_batch_size, config.num_generations
+    accumulation = config.gradient_accumulation_steps
+    if generations < 2:
+        raise ValueError(f"num_generations {generations}: a group advantage needs at least 2 samples a prompt")
+    chunks = config.steps_per_generation or accumulation
+    if config.generation_batch_size is not None:
+        chunks = config.generation_batch_size // (per_device * world_size())
+    sequences = per_device * world_size() * chunks
+    if sequences % generations:
+        valid = [b for b in range(1, 4 * per_device + generations) if b * world_size() * chunks % generations == 0]
+        raise ValueError(
+            f"{world_size()} process(es) x per_device_train_batch_size {per_device} x {chunks} accumulation steps = "
+            f"{sequences} sequences are no whole groups of num_generations {generations} (per_device_train_batch_size "
+            f"counts completions, not prompts): use --per_device_train_batch_size {nearest(per_device, valid)}, or "
+            f"--num_generations {nearest(generations, [d for d in range(2, sequences + 1) if sequences % d == 0])}"
+        )
+    if chunks % accumulation:
+        raise ValueError(
+            f"steps_per_generation {chunks} is no multiple of gradient_accumulation_steps {accumulation}: an optimizer step "
+            f"would mix two samplings, and its denominator could not be fixed beforehand: use {nearest(chunks, range(accumulation, 4 * chunks + accumulation, accumulation))}"
+        )
+
+
+def batch_line(config):
+    """The arithmetic of one optimizer step in words, printed at start."""
+    sequences = config.per_device_train_batch_size * world_size() * config.gradient_accumulation_steps
+    updates = config.steps_per_generation // config.gradient_accumulation_steps
+    return (
+        f"batch: {sequences / config.num_generations:g} prompts x {config.num_generations} generations = {sequences} sequences = "
+        f"{world_size()} process(es) x {config.per_device_train_batch_size} per device x "
+        f"{config.gradient_accumulation_steps} accumulation; {updates} update(s) a sampling"
+    )
+
+
+# --- what the launcher was asked for ----------------------------------------------------------------------------------
+
+
+def requested_processes():
+    """`num_processes` of the `accelerate launch` that is our parent (flag or config file), else None.
+
+    accelerate does not hand this number down: `accelerate launch --cpu --num_processes 2` starts one process, silently.
+    """
+    try:
+        command = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return None
+    for i, word in enumerate(command):
+        if Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate":
+            request, _ = launch_command_parser().parse_known_args(command[i + 1 :])
+            if request.num_processes is None and request.config_file is not None:
+                return load_config_from_file(request.config_file).num_processes
+            return request.num_processes
+    return None
+
+
+def check_processes(args):
+    """Raise ValueError when the run has another number of processes than --expect_processes or the launcher asked for."""
+    actual = PartialState().num_processes
+    for source, asked in (("--expect_processes", args.expect_processes), ("accelerate launch", requested_processes())):
+        if asked is not None and asked != actual:
+            raise ValueError(
+                f"{source} asks for {asked} process(es) but this run has {actual}: on CPUs launch with `ACCELERATE_USE_CPU=true "
+                f"accelerate launch --multi_gpu --num_processes {asked} ...` or `ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} ...`"
+            )
+
+
+def check_distributed(accelerator, expected=None):
+    """Raise ValueError unless the run is distributed as asked: no | ddp | fsdp | fsdp2 | deepspeed.
+
+    expected: --expect_distributed; without it, what the launcher's environment asks for (FSDP, DeepSpeed).
+    """
+    kind = str(accelerator.distributed_type).split(".")[-1]
+    actual = {"NO": "no", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
+    if actual == "fsdp" and accelerator.is_fsdp2:
+        actual = "fsdp2"
+    if expected is None and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        expected = "fsdp2" if os.environ.get("FSDP_VERSION", "1") == "2" else "fsdp"
+    if expected is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        expected = "deepspeed"
+    if expected is not None and expected != actual:
+        raise ValueError(
+            f"asked for distributed type {expected}, running as {actual} with {accelerator.num_processes} process(es): check "
+            "the file given to `accelerate launch --config_file` (accelerate ignores FSDP and DeepSpeed on CPUs)"
+        )

@@ -1,0 +1,146 @@
+"""What a run shows and leaves behind: progress bar, metrics.jsonl, curve.png, the closing table."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display on a training machine
+import matplotlib.pyplot as plt  # noqa: E402
+from tqdm.auto import tqdm  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
+
+# panel title -> metrics drawn in it; a metric that a run does not write is left out
+PANELS = {
+    "reward and held-out accuracy": ("reward", "eval/accuracy"),
+    "entropy (nats a token)": ("entropy",),
+    "gradient norm (before clipping)": ("grad_norm",),
+    "mismatch KL(mu || pi_old)": ("mismatch/k1", "mismatch/k3"),
+    "masked fraction": ("token_clip/masked_frac", "seq_clip/masked_frac", "ppo_clip/frac", "mismatch/extreme_frac"),
+    "completion length (tokens)": ("completions/mean_length", "completions/max_length"),
+}
+LOG_SCALE = {"gradient norm (before clipping)"}
+SHOWN = {  # metric -> short name in the progress line
+    "reward": "reward",
+    "eval/accuracy": "held-out",
+    "entropy": "entropy",
+    "grad_norm": "grad",
+    "mismatch/k3": "mismatch",
+    "token_clip/masked_frac": "masked",
+    "completions/mean_length": "length",
+}
+
+
+def to_json(record):
+    """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": valid JSON that still shows them."""
+    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(safe, allow_nan=False)
+
+
+def read_metrics(path):
+    """metrics.jsonl -> list of dicts, non-finite numbers restored."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        record = json.loads(line)
+        records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
+    return records
+
+
+def series(records, name):
+    """The (step, value) pairs of one metric, as two lists."""
+    pairs = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
+    return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def smooth(values, span):
+    """Trailing mean over `span` values: the curve one reads through the noise."""
+    return [sum(values[max(0, i + 1 - span) : i + 1]) / min(i + 1, span) for i in range(len(values))]
+
+
+def plot_curves(records, path, title=""):
+    """Draw PANELS from metrics records into a PNG."""
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
+    for axis, (panel, names) in zip(axes.flat, PANELS.items(), strict=True):
+        for color, name in enumerate(names):
+            steps, values = series(records, name)
+            if not steps:
+                continue
+            if name == "eval/accuracy":
+                axis.plot(steps, values, "o-", color=f"C{color}", label=name)
+                continue
+            axis.plot(steps, values, color=f"C{color}", alpha=0.25)
+            axis.plot(steps, smooth(values, max(1, len(values) // 15)), color=f"C{color}", label=name)
+        axis.set_title(panel)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        if panel in LOG_SCALE:
+            axis.set_yscale("log")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+class RunReport(TrainerCallback):
+    """Progress bar with the numbers that matter, metrics.jsonl (one line a logging step), curve.png (kept current)."""
+
+    def __init__(self, folder, lines=12, redraw_every_s=60.0):
+        self.folder, self.lines, self.redraw_every_s = Path(folder), lines, redraw_every_s
+        self.metrics_path, self.curve_path = self.folder / "metrics.jsonl", self.folder / "curve.png"
+        self.bar, self.drawn_at = None, time.monotonic()
+
+    def replace_defaults(self, trainer):
+        """Take the place of transformers' printing callbacks, which dump sixty metrics a step."""
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(self)
+
+    def write(self, record):
+        with self.metrics_path.open("a") as file:
+            file.write(to_json(record) + "\n")
+
+    def draw(self):
+        plot_curves(read_metrics(self.metrics_path), self.curve_path, title=self.folder.name)
+        self.drawn_at = time.monotonic()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
+            kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
+            self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is None or "train_runtime" in logs:
+            return
+        record = {"step": state.global_step, **{k: v for k, v in logs.items() if k != "total_flos"}}
+        self.write(record)
+        shown = {short: f"{record[name]:.3g}" for name, short in SHOWN.items() if isinstance(record.get(name), float)}
+        self.bar.set_postfix(shown, refresh=False)
+        every = max(1, state.max_steps // self.lines)
+        if state.global_step == 1 or state.global_step % every == 0 or "eval/accuracy" in record:
+            self.bar.write(f"step {state.global_step:>5}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
+        if time.monotonic() - self.drawn_at > self.redraw_every_s:
+            self.draw()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+            self.draw()
+
+
+def table(rows):
+    """Rows of (left, right) text, aligned."""
+    width = max(len(left) for left, _ in rows)
+    return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)

@@ -1,0 +1,21 @@
+"""Shared fixtures: no network, few threads, and a trainer on the tiny model in one line."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+
+REPO = Path(__file__).resolve().parents[1]
+SHARED = REPO.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Folder of real benchmark rows, kept outside the repository; only tests on real rows need it."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip(f"real rows are not at {folder}")
+    return folder
