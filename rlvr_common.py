@@ -66,7 +66,7 @@ def masked_mean(x, mask):
 
 
 def group_advantages(rewards, num_generations, scale="none"):
-    """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,) in the dtype of `rewards`.
+    """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,) in the dtype of `rewards`, float32 if integer.
 
     scale: "none" (Dr. GRPO, MiniRL, DeepSeek-V3.2), "group" (GRPO, arXiv:2402.03300: divide by the group's standard
     deviation), "batch" (divide by the standard deviation over all scored samples). The deviation is the unbiased one
@@ -98,7 +98,7 @@ def group_advantages(rewards, num_generations, scale="none"):
     elif scale == "batch":
         valid = groups[scored]
         centred = centred / ((valid.std() if valid.numel() > 1 else valid.new_zeros(())) + 1e-4)
-    return centred.view(-1).to(rewards.dtype)
+    return centred.view(-1).to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def token_clip(logps, old_logps, rollout_logps, mode="icepop", low=0.5, high=5.0):
@@ -111,11 +111,11 @@ def token_clip(logps, old_logps, rollout_logps, mode="icepop", low=0.5, high=5.0
 
     paper: whether PPO's min stayed in the TIS runs is not stated; we: keep it, because without it a negative advantage
     with a large ratio is clipped in the wrong direction.
-    Raises ValueError for an unknown mode or 0 < low < high violated.
+    Raises ValueError for an unknown mode or an empty band (tis reads only `high`).
     """
     if mode not in ("tis", "icepop"):
         raise ValueError(f"mode={mode!r} is unknown: use 'tis' or 'icepop'")
-    if not 0 <= low < high:
+    if not 0 <= (0 if mode == "tis" else low) < high:
         raise ValueError(f"token clip band [{low}, {high}] is empty or negative: need 0 <= low < high")
     with torch.no_grad():
         if mode == "tis":
@@ -128,8 +128,8 @@ def token_clip(logps, old_logps, rollout_logps, mode="icepop", low=0.5, high=5.0
 def sequence_weight(logps, rollout_logps, mask):
     """rho = exp(mean_t log omega), (N, 1), detached. GradLoc blog, type A.2; a *geometric mean*, not the product."""
     with torch.no_grad():
-        log_omega = (_float(logps) - _float(rollout_logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-        return masked_mean(log_omega, mask).exp()
+        log_rho = masked_mean(_float(logps) - _float(rollout_logps), mask)
+        return log_rho.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def seq_clip(logps, rollout_logps, mask, low=0.995, high=1.005):
@@ -150,6 +150,12 @@ def ppo_clip_loss(logps, old_logps, advantages, eps_low=0.2, eps_high=0.2):
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
 
 
+def weighted_logp_loss(weight, advantages, logps):
+    """-weight * A * log pi_theta, (N, T); the gradient flows through `logps` only. Exactly 0 where weight * A is: no 0 * inf."""
+    factor = weight * _column(advantages)
+    return -torch.where(factor == 0, 0.0, factor * _float(logps))
+
+
 def minirl_loss(logps, old_logps, rollout_logps, advantages, eps_low=0.2, eps_high=0.27, cap=5.0):
     """-M sg[min(omega, cap)] A log pi_theta, (N, T) per-token loss. MiniRL, arXiv:2512.01374 eq. 7.
 
@@ -161,7 +167,7 @@ def minirl_loss(logps, old_logps, rollout_logps, advantages, eps_low=0.2, eps_hi
         ratio = _ratio(logps, old_logps)
         dropped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
         weight = _ratio(logps, rollout_logps).clamp(max=cap).masked_fill(dropped, 0.0)
-    return -weight * advantages * _float(logps)
+    return weighted_logp_loss(weight, advantages, logps)
 
 
 def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
@@ -176,7 +182,7 @@ def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
     if ratio_cap is not None:
         ratio = ratio.clamp(max=ratio_cap)
     log_ref = (_float(ref_logps) - _float(logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return ratio * (log_ref.exp() - log_ref - 1)
+    return ratio * (torch.expm1(log_ref) - log_ref)  # expm1: k3 is x^2 / 2 near 0 and would cancel in float32
 
 
 def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_keep_ratio=0.0):
@@ -195,8 +201,8 @@ def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_
         keep = ~((_column(advantages) < 0) & (divergence > delta))
         missing = math.ceil(min_keep_ratio * len(keep)) - int(keep.sum())
         if missing > 0:
-            order = torch.where(keep, math.inf, divergence).squeeze(1).argsort(stable=True)
-            keep[order[:missing]] = True
+            dropped = (~keep).squeeze(1).nonzero().squeeze(1)
+            keep[dropped[divergence[dropped, 0].argsort(stable=True)[:missing]]] = True
         return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
 
 
@@ -221,7 +227,7 @@ def aggregate(per_token_loss, mask, how, normalizer):
         if m.any():
             raise ValueError(f"normalizer={normalizer} must be positive: the count over the whole optimizer step")
         normalizer = 1.0  # nothing counts anywhere: 0 / 1, still connected to the graph (FSDP needs the backward)
-    kept = torch.where(m, per_token_loss, 0.0)
+    kept = torch.where(m, _float(per_token_loss), 0.0)
     if how == "seq_mean_token_mean":
         return (kept.sum(1) / m.sum(1).clamp(min=1)).sum() / normalizer
     return kept.sum() / normalizer
@@ -232,7 +238,7 @@ def support_logps(logits, ids, support):
 
     logits (N, T, V); ids (N, T); support = (token_ids (nnz,), offsets (N*T + 1,)), row-major CSR. -> (N, T) float32.
     An empty row means the full vocabulary. Memory is O(nnz): no dense (N, T, V) mask.
-    Raises ValueError where a row does not contain its own sampled id, or the offsets do not fit.
+    Raises ValueError where a row does not contain its own sampled id or holds an id twice, or the offsets do not fit.
     """
     token_ids, offsets = (x.to(logits.device).long() for x in support)
     n, t, v = logits.shape
@@ -242,7 +248,18 @@ def support_logps(logits, ids, support):
     if (sizes < 0).any() or (token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= v)):
         raise ValueError(f"support offsets must not fall, and token ids must lie in [0, {v})")
     flat, chosen = _float(logits).reshape(n * t, v), ids.reshape(-1)
+    outside = ((chosen < 0) | (chosen >= v)).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise ValueError(f"token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in [0, {v})")
     rows = torch.repeat_interleave(torch.arange(n * t, device=logits.device), sizes)
+    entries = (rows * v + token_ids).sort().values
+    again = (entries[1:] == entries[:-1]).nonzero()
+    if len(again):
+        row, token = divmod(int(entries[again[0]]), v)
+        raise ValueError(
+            f"the support at sequence {row // t}, position {row % t} holds token {token} twice: it would count twice"
+        )
     inside = torch.zeros(n * t, dtype=torch.bool, device=logits.device)
     inside[rows[token_ids == chosen[rows]]] = True
     bad = (~inside & (sizes > 0)).nonzero()
@@ -256,9 +273,11 @@ def support_logps(logits, ids, support):
     top = top.scatter_reduce(0, rows, kept.detach(), "amax")
     total = torch.zeros_like(top).index_add(0, rows, (kept - top[rows]).exp())
     full = (sizes == 0).nonzero().squeeze(1)
-    log_z = torch.where(sizes > 0, top, 0.0) + torch.where(sizes > 0, total, 1.0).log()
-    log_z = log_z.index_copy(0, full, flat[full].logsumexp(1))
-    return (flat.gather(1, chosen.unsqueeze(1)).squeeze(1) - log_z).view(n, t)
+    # minus the maximum first: the sum of a large maximum and a small logarithm would round at the size of the maximum
+    own = flat.gather(1, chosen.unsqueeze(1)).squeeze(1) - torch.where(sizes > 0, top, 0.0)
+    logps = own - torch.where(sizes > 0, total, 1.0).log()
+    dense = flat[full].log_softmax(1).gather(1, chosen[full].unsqueeze(1)).squeeze(1)
+    return logps.index_copy(0, full, dense).view(n, t)
 
 
 # --- flags: what a loss does not read is refused ----------------------------------------------------------------------
@@ -274,6 +293,7 @@ LOSS_FLAGS = {
     "entropy_coef_delta", "entropy_target", "router_aux_loss_coef", "off_policy_mask_threshold", "use_bias_correction_kl",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
     "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "label_smoothing_factor",
+    "top_p", "top_k", "min_p",  # a loss that does not replay the sampled support reads the kept mass in every ratio
 }  # fmt: skip
 # Options of samplers that TransformersEngine is not.
 SAMPLER_FLAGS = {
@@ -282,6 +302,11 @@ SAMPLER_FLAGS = {
 }  # fmt: skip
 HINTS = {
     "loss_type": "choose with --aggregation",
+    "top_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
+    "top_k": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
+    "min_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
+    "epsilon": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
+    "epsilon_high": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
     "importance_sampling_level": "sequence ratios are the business of --seq_clip_low / --seq_clip_high",
     "off_policy_mask_threshold": "this mask belongs to the DeepSeek-V3.2 recipe",
@@ -357,10 +382,14 @@ class RLVRConfig(GRPOConfig):
     def __post_init__(self):
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
+        if self.scale_rewards not in (True, False, "none", "group", "batch"):
+            raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
+        if self.rollout_dtype not in ("float32", "bfloat16", "fp8", "int8"):
+            raise ValueError(f"--rollout_dtype {self.rollout_dtype} is unknown: use float32, bfloat16, fp8 or int8")
         pick_device_and_precision(self)
         derive_accumulation(self)
+        check_batch(self)  # before TRL's own check, which names no valid value
         super().__post_init__()
-        check_batch(self)
 
 
 # --- the trainer base -------------------------------------------------------------------------------------------------
@@ -375,8 +404,8 @@ class EpochSampler(RepeatSampler):
     epoch = 0
 
     def __iter__(self):
-        if self.shuffle:
-            self.generator.manual_seed(self.seed + self.epoch)
+        if self.shuffle:  # the factor keeps (seed 0, epoch 1) apart from (seed 1, epoch 0)
+            self.generator.manual_seed(self.seed + 1_000_003 * self.epoch)
         return super().__iter__()
 
 
@@ -547,11 +576,12 @@ class RLVRTrainer(GRPOTrainer):
         mismatch = _ratio(batch.old_logps, batch.rollout_logps)
         self.track("entropy", batch.entropies, mask)
         self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
-        self.track("mismatch/k3", mismatch - 1 - log_mismatch, mask)
+        k3 = torch.expm1(log_mismatch.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)) - log_mismatch
+        self.track("mismatch/k3", k3, mask)  # m - 1 - log m, without its cancellation near 1
         self.track("mismatch/extreme_frac", (torch.maximum(mismatch, 1 / mismatch) > 2).float(), mask)  # F(2)
         self.track("ratio", ratio, mask, quantiles=True)
         self.track("omega", omega, mask, quantiles=True)
-        self.track("rho", sequence_weight(batch.logps, batch.rollout_logps, mask), quantiles=True)
+        self.track("rho", sequence_weight(batch.logps, batch.rollout_logps, mask), mask.any(1, keepdim=True), quantiles=True)
 
     def flush(self):
         """Reduce the window into TRL's metric store when the optimizer step (or an evaluation batch) is complete."""
@@ -565,9 +595,12 @@ class RLVRTrainer(GRPOTrainer):
             store[name].append(total / count if count else math.nan)
         for (name, quantiles), values in window.items():
             if quantiles:
-                values = self.accelerator.pad_across_processes(values, pad_index=math.nan)
-                values = self.accelerator.gather(values)
-                values = values[~values.isnan()].sort().values
+                counts = self.accelerator.gather(torch.tensor([len(values)], device=values.device)).tolist()
+                padded = self.accelerator.gather(self.accelerator.pad_across_processes(values))
+                ranks = padded.view(len(counts), max(counts))
+                values = torch.cat([row[:count] for row, count in zip(ranks, counts, strict=True)]).sort().values
+                if values.isnan().any():  # sorted last: a broken log-prob must not hide behind finite quantiles
+                    values = values[-1:]
                 for label, q in (("min", 0.0), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
                     value = values[round(q * (len(values) - 1))].item() if len(values) else math.nan
                     store[f"{name}/{label}"].append(value)
@@ -583,7 +616,7 @@ class RLVRTrainer(GRPOTrainer):
             self.args.generation_batch_size // self.num_generations,
             self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
         return self._sampler
 
@@ -635,7 +668,8 @@ class RLVRTrainer(GRPOTrainer):
                     "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
+        state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
         if state["num_processes"] != self.accelerator.num_processes:
             raise ValueError(
                 f"{checkpoint} was saved by {state['num_processes']} processes and this run has "
@@ -749,6 +783,8 @@ def run(trainer, held_out=None):
     if held_out is not None:
         trainer.add_callback(HeldOut(trainer, held_out))
         before = _evaluate("before", trainer, held_out)
+        if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
+            report.write({"step": 0, "eval/accuracy": before["accuracy"]})
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
         after = _evaluate("after", trainer, held_out)

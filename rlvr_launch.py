@@ -5,6 +5,8 @@ DDP, a batch that does not hold whole groups) into one sentence at start.
 """
 
 import argparse
+import contextlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,9 +15,10 @@ import psutil
 import torch
 import yaml
 from accelerate import PartialState
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config import config_args
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import broadcast_object_list
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 REPO = Path(__file__).resolve().parent
@@ -71,7 +74,7 @@ def make_parser(config_class, doc, show_all=False):
         (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
     )
     parser.add_argument("--help", "-h", "--help_all", action="store_true", help="this text; --help_all: every option of TRL")
-    own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__) | set(config_class.__annotations__)
     for action in parser._actions:
         negation = any(option.startswith("--no_") for option in action.option_strings)
         if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
@@ -88,12 +91,12 @@ def parse_args(config_class, doc, argv=None):
     --model_name_or_path the embedded default (recipes/configs/tiny.yaml) is used. Unknown flags and keys are errors.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    argv = [part for arg in map(one_spelling, argv) for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     given = {arg.split("=")[0] for arg in argv}
     if given & {"--help", "-h", "--help_all"}:
         print(make_parser(config_class, doc, show_all="--help_all" in given).format_help())
         sys.exit(0)
-    try:
+    with one_sentence():
         if "--config" in given:
             check_config_file(argv[argv.index("--config") + 1 : argv.index("--config") + 2], config_class)
         elif "--model_name_or_path" not in given:
@@ -102,10 +105,34 @@ def parse_args(config_class, doc, argv=None):
         args, model_args, _ = make_parser(config_class, doc).parse_args_and_config(argv)
         check_processes(args)
         settle_output_dir(args, explicit="--output_dir" in given)
-        model_args.model_name_or_path = find_model(model_args.model_name_or_path)
+        model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
+        args.model_init_kwargs = model_options(args, model_args)
+    return args, model_args
+
+
+def model_options(args, model_args):
+    """How TRL loads the policy and the reference: weights in float32 (bf16 is autocast), unless --dtype says otherwise."""
+    if model_args.load_in_8bit or model_args.load_in_4bit:
+        raise ValueError("--load_in_8bit / --load_in_4bit: quantised training weights are not supported, drop the flag")
+    options = {"dtype": model_args.dtype or "float32", "revision": model_args.model_revision}
+    if model_args.attn_implementation:
+        options["attn_implementation"] = model_args.attn_implementation
+    return options | (args.model_init_kwargs or {})
+
+
+@contextlib.contextmanager
+def one_sentence():
+    """Around everything that reads a user's input: a ValueError or missing file ends the program with its sentence."""
+    try:
+        yield
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
-    return args, model_args
+
+
+def one_spelling(arg):
+    """--output-dir=x -> --output_dir=x: the parser takes both, and the checks here look for one."""
+    name, equals, value = arg.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if arg.startswith("--") else arg
 
 
 def say(text):
@@ -119,10 +146,13 @@ def check_config_file(paths, config_class):
     if not paths:
         raise ValueError("--config needs a file: --config recipes/configs/tiny.yaml")
     path = Path(paths[0])
-    if not path.exists():
+    if not path.is_file():
         known = ", ".join(sorted(p.name for p in TINY_CONFIG.parent.glob("*.yaml")))
-        raise FileNotFoundError(f"--config {path} does not exist; recipes/configs has {known}")
-    content = yaml.safe_load(path.read_text())
+        raise FileNotFoundError(f"--config {path} is no file; recipes/configs has {known}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, found {type(content).__name__}")
     known = set(config_class.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__) | {"env"}
@@ -131,12 +161,42 @@ def check_config_file(paths, config_class):
         raise ValueError(f"--config {path}: nobody reads {', '.join(unknown)}; --help_all lists the options")
 
 
-def find_model(name):
-    """`tiny` or a folder relative to the repository -> its absolute path; anything else (hub id, path) unchanged."""
+def find_model(name, folder=None):
+    """`tiny` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
+    `folder`; anything else (hub id, path) unchanged."""
     if name is None:
         raise ValueError("no model: give --model_name_or_path, or a --config that names one")
-    local = REPO / "tiny" / "qwen3" if name == "tiny" else REPO / name
-    return str(local) if not Path(name).exists() and local.is_dir() else name
+    if name == "tiny":
+        return str(REPO / "tiny" / "qwen3")
+    if name.endswith(".gguf"):
+        return unpack_gguf(Path(name), Path(folder) / "base_model")
+    return str(REPO / name) if not Path(name).exists() and (REPO / name).is_dir() else name
+
+
+def unpack_gguf(path, folder):
+    """Dequantise a .gguf language model into a plain float32 model folder (once) and return the folder.
+
+    transformers loads .gguf but refuses to save what it loaded, and TRL loads from a folder; hence this step.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--model_name_or_path {path} does not exist")
+    with PartialState().main_process_first():
+        if not (folder / "config.json").exists():
+            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+            loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            settings = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
+            model = type(loaded)(type(loaded.config)(**settings))
+            model.load_state_dict(loaded.state_dict())
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model.generation_config.eos_token_id = tokenizer.eos_token_id
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
+            tokenizer.save_pretrained(folder)
+            model.save_pretrained(folder)
+    return str(folder)
+
+
+def holds_a_run(folder):
+    return (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoint-*"))
 
 
 def settle_output_dir(args, explicit):
@@ -146,10 +206,15 @@ def settle_output_dir(args, explicit):
     refused when it was named by the user. `--resume_from_checkpoint last` finds the newest complete checkpoint.
     """
     folder = Path(args.output_dir).absolute()
+    runs = [folder]  # the folder and the numbered ones that later runs moved to, oldest first
+    while not explicit and holds_a_run(folder.with_name(f"{folder.name}-{len(runs) + 1}")):
+        runs.append(folder.with_name(f"{folder.name}-{len(runs) + 1}"))
     if args.resume_from_checkpoint is not None:
         checkpoint = Path(args.resume_from_checkpoint).absolute()
         if args.resume_from_checkpoint == "last":
+            folder = runs[-1]
             complete = [p.parent for p in folder.glob("checkpoint-*/rollout_state_0.pt")]
+            complete = [p for p in complete if p.name.removeprefix("checkpoint-").isdecimal()]
             if not complete:
                 raise FileNotFoundError(
                     f"--resume_from_checkpoint last: no complete checkpoint in {folder}; name the run with --output_dir"
@@ -159,16 +224,15 @@ def settle_output_dir(args, explicit):
             raise FileNotFoundError(f"--resume_from_checkpoint {checkpoint} is no checkpoint: it has no trainer_state.json")
         elif not explicit:
             folder = checkpoint.parent
+        elif folder != checkpoint.parent and holds_a_run(folder):
+            raise ValueError(f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder")
         args.resume_from_checkpoint = str(checkpoint)
-    elif (folder / "metrics.jsonl").exists():
+    elif holds_a_run(folder):
         if explicit:
             raise ValueError(
                 f"--output_dir {folder} already holds a run: continue it with --resume_from_checkpoint last, or name another"
             )
-        number = 2
-        while (folder.with_name(f"{folder.name}-{number}") / "metrics.jsonl").exists():
-            number += 1
-        folder = folder.with_name(f"{folder.name}-{number}")
+        folder = folder.with_name(f"{folder.name}-{len(runs) + 1}")
     choice = [str(folder)]
     if PartialState().num_processes > 1:
         broadcast_object_list(choice)  # rank 0 decides: another rank may look a moment later, when the folder exists
@@ -211,6 +275,10 @@ def derive_accumulation(config):
 
     Raises ValueError with the nearest valid values when it does not divide.
     """
+    for name in ("per_device_train_batch_size", "num_generations", "prompts_per_step"):
+        value = config.__dict__[name]
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
     if config.prompts_per_step is None:
         return
     sequences = config.prompts_per_step * config.num_generations
@@ -238,7 +306,14 @@ def check_batch(config):
         raise ValueError(f"num_generations {generations}: a group advantage needs at least 2 samples a prompt")
     chunks = config.steps_per_generation or accumulation
     if config.generation_batch_size is not None:
-        chunks = config.generation_batch_size // (per_device * world_size())
+        batch, unit = config.generation_batch_size, math.lcm(per_device * world_size(), generations)
+        if batch % unit:
+            raise ValueError(
+                f"generation_batch_size {batch} is not whole groups of num_generations {generations} and whole passes of "
+                f"{world_size()} process(es) x per_device_train_batch_size {per_device}: use --generation_batch_size "
+                f"{nearest(batch, range(unit, batch + unit + 1, unit))}"
+            )
+        chunks = batch // (per_device * world_size())
     sequences = per_device * world_size() * chunks
     if sequences % generations:
         valid = [b for b in range(1, 4 * per_device + generations) if b * world_size() * chunks % generations == 0]
@@ -258,7 +333,7 @@ def check_batch(config):
 def batch_line(config):
     """The arithmetic of one optimizer step in words, printed at start."""
     sequences = config.per_device_train_batch_size * world_size() * config.gradient_accumulation_steps
-    updates = config.steps_per_generation // config.gradient_accumulation_steps
+    updates = config.num_iterations * config.steps_per_generation // config.gradient_accumulation_steps
     return (
         f"batch: {sequences / config.num_generations:g} prompts x {config.num_generations} generations = {sequences} sequences = "
         f"{world_size()} process(es) x {config.per_device_train_batch_size} per device x "
@@ -279,10 +354,13 @@ def requested_processes():
     except psutil.Error:
         return None
     for i, word in enumerate(command):
-        if Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate":
+        module = word == "accelerate.commands.launch" and command[i - 1] == "-m"
+        script = Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate"
+        if module or script:
             request, _ = launch_command_parser().parse_known_args(command[i + 1 :])
-            if request.num_processes is None and request.config_file is not None:
-                return load_config_from_file(request.config_file).num_processes
+            by_default = os.path.isfile(config_args.default_config_file) and not request.cpu  # as accelerate decides it
+            if request.num_processes is None and (request.config_file is not None or by_default):
+                return config_args.load_config_from_file(request.config_file).num_processes
             return request.num_processes
     return None
 

@@ -43,7 +43,9 @@ def to_json(record):
 def read_metrics(path):
     """metrics.jsonl -> list of dicts, non-finite numbers restored."""
     records = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue  # the last line of a killed run: its step is done again
         record = json.loads(line)
         records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
     return records
@@ -100,17 +102,19 @@ class RunReport(TrainerCallback):
         trainer.add_callback(self)
 
     def write(self, record):
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.metrics_path.open("a") as file:
             file.write(to_json(record) + "\n")
 
     def draw(self):
+        if not self.metrics_path.exists():
+            return  # fewer steps than --logging_steps
         plot_curves(read_metrics(self.metrics_path), self.curve_path, title=self.folder.name)
         self.drawn_at = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
             kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
             self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))

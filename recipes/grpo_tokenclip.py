@@ -30,7 +30,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 from trl import get_peft_config
 
@@ -48,8 +47,9 @@ from rlvr_common import (  # noqa: E402
     sequence_weight,
     token_clip,
     unbiased_kl,
+    weighted_logp_loss,
 )
-from rlvr_launch import parse_args  # noqa: E402
+from rlvr_launch import one_sentence, parse_args  # noqa: E402
 
 
 @dataclass
@@ -70,8 +70,16 @@ class GRPOTokenClipConfig(RLVRConfig):
         super().__post_init__()
         if self.token_clip not in ("none", "tis", "icepop"):
             raise ValueError(f"--token_clip {self.token_clip} is unknown: use none, tis or icepop")
+        if not 0 <= self.token_clip_low < self.token_clip_high:
+            raise ValueError(
+                f"--token_clip_low {self.token_clip_low} --token_clip_high {self.token_clip_high}: need 0 <= low < high"
+            )
         if (self.seq_clip_low is None) != (self.seq_clip_high is None):
             raise ValueError("SeqClip needs both bounds: --seq_clip_low 0.995 --seq_clip_high 1.005")
+        if self.seq_clip_low is not None and not 0 <= self.seq_clip_low < self.seq_clip_high:
+            raise ValueError(
+                f"--seq_clip_low {self.seq_clip_low} --seq_clip_high {self.seq_clip_high}: need 0 <= low < high"
+            )
 
 
 class GRPOTokenClipTrainer(RLVRTrainer):
@@ -89,7 +97,7 @@ class GRPOTokenClipTrainer(RLVRTrainer):
             weight = token_clip(
                 logps, old_logps, rollout_logps, args.token_clip, args.token_clip_low, args.token_clip_high
             )  # (N, T), detached
-            loss = weight * loss if args.token_clip == "tis" else -weight * advantages * logps
+            loss = weight * loss if args.token_clip == "tis" else weighted_logp_loss(weight, advantages, logps)
             self.track("token_clip/weight", weight, mask, quantiles=True)
             changed = weight == (0 if args.token_clip == "icepop" else args.token_clip_high)
             self.track("token_clip/masked_frac", changed.float(), mask)
@@ -97,12 +105,15 @@ class GRPOTokenClipTrainer(RLVRTrainer):
             keep = seq_clip(logps, rollout_logps, mask, args.seq_clip_low, args.seq_clip_high)  # (N, 1), detached
             loss = keep * loss
             rho = sequence_weight(logps, rollout_logps, mask)
-            self.track("seq_clip/masked_frac", 1 - keep)
+            self.track("seq_clip/masked_frac", 1 - keep, mask.any(1, keepdim=True))
             self.track("seq_clip/rho_kept", rho[keep == 1], quantiles=True)
         if self.beta:
             # without a token clip the KL is TRL's (pi_b = pi_old); with one, mu sampled, so mu is the behaviour policy
-            behaviour = old_logps if args.token_clip == "none" else rollout_logps
-            kl = unbiased_kl(logps, behaviour, batch.ref_logps)  # (N, T)
+            # (a token whose omega explodes must not come back through the KL: same cap as the clip)
+            plain = args.token_clip == "none"
+            kl = unbiased_kl(
+                logps, old_logps if plain else rollout_logps, batch.ref_logps, None if plain else args.token_clip_high
+            )  # (N, T)
             loss = loss + self.beta * kl
             self.track("kl", kl, mask)
 
@@ -113,21 +124,20 @@ class GRPOTokenClipTrainer(RLVRTrainer):
 
 def main():
     args, model_args = parse_args(GRPOTokenClipConfig, __doc__)
-    refuse_unused(args, honoured={"beta", "num_iterations", "epsilon", "epsilon_high", "scale_rewards", "mask_truncated_completions"})
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left", truncation_side="left")
-    train, held_out = load_rows(args, tokenizer)
-    args.model_init_kwargs = {"dtype": model_args.dtype or "float32", "revision": model_args.model_revision}
-    if model_args.attn_implementation:
-        args.model_init_kwargs["attn_implementation"] = model_args.attn_implementation
+    ratio_clip = set() if args.token_clip == "icepop" else {"epsilon", "epsilon_high"}
     with make_verifier(args) as verifier:
-        trainer = GRPOTokenClipTrainer(
-            model_args.model_name_or_path,
-            args,
-            verifier,
-            train,
-            processing_class=tokenizer,
-            peft_config=get_peft_config(model_args),
-        )
+        with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
+            refuse_unused(args, {"beta", "num_iterations", "scale_rewards", "mask_truncated_completions"} | ratio_clip)
+            tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left")
+            train, held_out = load_rows(args, tokenizer)
+            trainer = GRPOTokenClipTrainer(
+                model_args.model_name_or_path,
+                args,
+                verifier,
+                train,
+                processing_class=tokenizer,
+                peft_config=get_peft_config(model_args),
+            )
         run(trainer, held_out)
 
 

@@ -1,0 +1,179 @@
+"""SFT cold start: the tiny Qwen3 that ships with the project, made from nothing.
+
+A tokenizer is trained on the task's text, a Qwen3 is initialised at random and fine-tuned on worked solutions
+(`tiny/tasks.py`): the stage before RL in DeepSeek-R1 (arXiv:2501.12948, section 2.3), at micro scale.
+
+    L = - mean over completion tokens of log pi(token | prompt, tokens before)
+
+The teacher is sloppy on purpose. A share `lazy` of its answers is a boxed guess without work, and in a share `slip` of
+the others one step is wrong and the rest follows from it. A model that imitates this knows how to solve most problems
+and does so less than half of the time, which is what RL with verifiable rewards can repair; a spotless teacher would
+leave nothing to learn, and none at all nothing to reinforce.
+
+Smoke   accelerate launch recipes/cold_start.py --max_steps 20
+Full    accelerate launch recipes/cold_start.py                                 (about 3 minutes on 2 CPU cores)
+Remake  accelerate launch recipes/cold_start.py --output_dir tiny/qwen3         (overwrites the shipped checkpoint)
+Expect  loss 5.9 -> FILL; held-out accuracy near 40 % at temperature 1
+Watch   a loss that stalls above 1 has not learned to copy digits: more steps, or a higher learning rate
+Knobs   max_steps, learning_rate, per_device_train_batch_size, rows, style, lazy, slip, seed
+"""
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, set_seed
+from trl import SFTConfig, SFTTrainer, TrlParser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
+from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+MAX_POSITIONS = 4096
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('the tiny chat template knows system, user and assistant, not ' + message.role) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+@dataclass
+class ColdStartConfig(SFTConfig):
+    output_dir: str = "runs/cold_start"
+    rows: int = 4800             # different problems in one round of training data
+    copies: int = 12             # rounds: new problems where a kind has more, a new teacher's draw for each
+    style: str = "steps"         # how the teacher solves: steps | split | words
+    lazy: float = 0.55
+    slip: float = 0.25
+    vocab_size: int = 384        # upper bound; training stops earlier when no pair is left to merge
+    hidden_size: int = 96
+    num_layers: int = 4
+    heldout_rows: int = 480      # 20 of each kind and level
+
+    max_steps: int = 2000
+    per_device_train_batch_size: int = 128
+    learning_rate: float = 3e-3
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 50
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    logging_steps: float = 50
+    save_strategy: str = "no"
+    report_to: str = "none"
+    activation_checkpointing: bool = False  # TRL turns it on: it saves memory, and here time is what is short
+
+    def __post_init__(self):
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.bf16 = True, False  # TRL's bf16 default ends the run where there is no GPU
+        super().__post_init__()
+
+
+def make_tokenizer(vocab_size):
+    """Byte-level BPE on the task's text, in Qwen3's tokenizer class: its pre-tokenizer keeps every digit apart."""
+    text = ["system\nuser\nassistant\n"] * 5000  # the roles become one token each
+    for style in STYLES:
+        text += [row[key] for row in make_rows("train", 2400, style=style) for key in ("problem", "rationale")]
+    qwen3 = Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[]).backend_tokenizer
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer, bpe.pre_tokenizer = qwen3.normalizer, qwen3.pre_tokenizer
+    bpe.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIALS), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False))
+    learned = json.loads(bpe.to_str())["model"]
+    vocab = learned["vocab"] | {token: len(learned["vocab"]) + i for i, token in enumerate(SPECIALS)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[tuple(pair) for pair in learned["merges"]],
+                               eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=MAX_POSITIONS, padding_side="left",
+                               extra_special_tokens=["<|im_start|>"])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in SPECIALS[3:]])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(args, tokenizer):
+    """A Qwen3ForCausalLM at random: tied embeddings like the small Qwen3s, head_dim 32 so that vLLM serves it."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=args.hidden_size * 8 // 3,
+        num_hidden_layers=args.num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=MAX_POSITIONS, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = Qwen3ForCausalLM(config)
+    # top_k 0 and top_p 1: sampling at temperature 1 is the policy itself
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id])
+    return model
+
+
+def make_dataset(args):
+    """Conversational prompt-completion rows, args.copies rounds of args.rows; SFTTrainer masks the prompt out."""
+    rows = []
+    for i in range(args.copies):
+        rows += make_rows("train", args.rows, seed=args.seed * 1000 + i, style=args.style, lazy=args.lazy, slip=args.slip)
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": row["problem"]}],
+                               "completion": [{"role": "assistant", "content": row["rationale"]}]} for row in rows])
+
+
+@torch.no_grad()
+def solve(model, tokenizer, rows, do_sample, batch_size=240, max_new_tokens=64):
+    """One completion for each row, in order: at temperature 1 or greedy. Returns list[bool], right or not."""
+    model.eval()
+    verdicts = []
+    for start in range(0, len(rows), batch_size):
+        part = rows[start:start + batch_size]
+        prompts = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": row["problem"]}] for row in part], add_generation_prompt=True, padding=True,
+            return_tensors="pt", return_dict=True).to(model.device)
+        ids = model.generate(**prompts, do_sample=do_sample, max_new_tokens=max_new_tokens)
+        texts = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1]:], skip_special_tokens=True)
+        verdicts += [is_right(text, row["answer"]) for text, row in zip(texts, part, strict=True)]
+    return verdicts
+
+
+def accuracy_table(model, tokenizer, rows):
+    """Per kind, then per level, then 'all': {name: (accuracy at temperature 1, greedy accuracy)}."""
+    sampled, greedy = (solve(model, tokenizer, rows, do_sample) for do_sample in (True, False))
+    groups = {kind: [row["kind"] == kind for row in rows] for kind in KINDS}
+    groups |= {f"level {level}": [row["level"] == level for row in rows] for level in LEVELS}
+    groups["all"] = [True] * len(rows)
+    return {name: tuple(sum(v for v, keep in zip(verdicts, group, strict=True) if keep) / sum(group)
+                        for verdicts in (sampled, greedy)) for name, group in groups.items()}
+
+
+def main():
+    (args,) = TrlParser(ColdStartConfig).parse_args_and_config()
+    set_seed(args.seed)
+    tokenizer = make_tokenizer(args.vocab_size)
+    model = make_model(args, tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
+    trainer = SFTTrainer(model, args=args, train_dataset=make_dataset(args), processing_class=tokenizer)
+    trainer.train()
+    trainer.accelerator.wait_for_everyone()
+    if not trainer.accelerator.is_main_process:
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model).float()
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    print(f"held-out accuracy, {args.heldout_rows} problems      sampled (T=1)   greedy")
+    for name, (sampled, greedy) in accuracy_table(model, tokenizer, make_rows("heldout", args.heldout_rows)).items():
+        print(f"  {name:<36}{sampled:>10.1%}{greedy:>13.1%}")
+    print(f"checkpoint: {Path(args.output_dir).resolve()}")
+
+
+if __name__ == "__main__":
+    main()

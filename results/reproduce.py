@@ -1,0 +1,150 @@
+"""Make the evidence in results/ again, one command a claim.
+
+    python results/reproduce.py grpo_tokenclip            three arms x three seeds, about half an hour on 2 cores
+    python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
+
+Writes results/<claim>/report.md, metrics.jsonl (every arm, seed and step) and curve.png (mean and spread over seeds).
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+from rlvr_report import read_metrics, smooth, to_json  # noqa: E402
+
+SEQ_CLIP = ["--seq_clip_low", "0.995", "--seq_clip_high", "1.005"]
+ARMS = {  # name in the report -> options on top of the embedded default at fp8 rollouts
+    "GRPO": ["--token_clip", "none"],
+    "GRPO + TokenClip": ["--token_clip", "icepop"],
+    "GRPO + TokenClip + SeqClip": ["--token_clip", "icepop", *SEQ_CLIP],
+}
+KEPT = (
+    "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
+    "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length",
+)  # fmt: skip
+
+
+def run_arm(name, options, seed, steps, folder):
+    """One training run as a user would start it -> its metrics records and wall-clock minutes."""
+    command = [sys.executable, str(REPO / "recipes" / "grpo_tokenclip.py"), "--output_dir", str(folder), "--rollout_dtype", "fp8"]
+    command += ["--seed", str(seed), *(["--max_steps", str(steps)] if steps else []), *options]
+    start = time.monotonic()
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    minutes = (time.monotonic() - start) / 60
+    return read_metrics(folder / "metrics.jsonl"), minutes
+
+
+def spread(values):
+    """mean +- standard deviation over seeds (n - 1), as text; a single value has no spread."""
+    if len(values) == 1:
+        return f"{values[0]:.3g}"
+    return f"{statistics.mean(values):.3g} ± {statistics.stdev(values):.2g}"
+
+
+def curves(runs, path):
+    """Reward, gradient norm, mismatch k3 and masked fraction: mean over seeds, the band is min to max."""
+    figure, axes = plt.subplots(1, 4, figsize=(20, 4.5), constrained_layout=True)
+    panels = ("reward", "grad_norm", "mismatch/k3", "entropy")
+    for axis, metric in zip(axes, panels, strict=True):
+        for color, (arm, seeds) in enumerate(runs.items()):
+            lines = []
+            for records, _ in seeds.values():
+                values = [r[metric] for r in records if metric in r]
+                lines.append(smooth(values, max(1, len(values) // 15)))
+            columns = list(zip(*lines, strict=True))
+            steps = range(1, len(columns) + 1)
+            axis.plot(steps, [statistics.mean(c) for c in columns], color=f"C{color}", label=arm)
+            axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=f"C{color}", alpha=0.15)
+        axis.set_title(metric)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+    for axis in axes[1:3]:
+        axis.set_yscale("log")
+    axes[0].legend(fontsize=9)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def table_rows(runs):
+    """One row an arm: held-out accuracy before, after and gain, then the stability numbers, mean and spread over seeds."""
+    for arm, seeds in runs.items():
+        before, after, norms, k3, token, seq, minutes = [], [], [], [], [], [], []
+        for records, took in seeds.values():
+            evals = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+            train = [r for r in records if "grad_norm" in r]
+            before.append(100 * evals[0])
+            after.append(100 * evals[-1])
+            norms.append(max(r["grad_norm"] for r in train))
+            k3.append(statistics.mean(r["mismatch/k3"] for r in train[-20:]))
+            token.append(100 * statistics.mean(r.get("token_clip/masked_frac", 0.0) for r in train))
+            seq.append(100 * statistics.mean(r.get("seq_clip/masked_frac", 0.0) for r in train))
+            minutes.append(took)
+        gain = [a - b for a, b in zip(after, before, strict=True)]
+        yield [arm, *map(spread, (before, after, gain, norms, k3, token, seq, minutes)), f"{min(gain):.1f}"]
+
+
+BEGIN, END = "<!-- figures: written by results/reproduce.py -->", "<!-- end of figures -->"
+
+
+def fill(path, lines):
+    """Replace the figures between the two marks of a report; the words around them are written by hand."""
+    text = path.read_text() if path.exists() else f"{BEGIN}\n{END}\n"
+    head, rest = text.split(BEGIN)
+    path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
+
+
+def grpo_tokenclip(seeds, steps, out):
+    out.mkdir(parents=True, exist_ok=True)
+    work = REPO / "runs" / "reproduce" / time.strftime("grpo_tokenclip-%Y%m%d-%H%M%S")
+    work.mkdir(parents=True)
+    runs = {}
+    for seed in seeds:
+        for arm, options in ARMS.items():
+            print(f"seed {seed}: {arm} ...", flush=True)
+            name = f"{list(ARMS).index(arm)}-{seed}"
+            runs.setdefault(arm, {})[seed] = run_arm(arm, options, seed, steps, work / name)
+    with (out / "metrics.jsonl").open("w") as file:
+        for arm, by_seed in runs.items():
+            for seed, (records, _) in by_seed.items():
+                for record in records:
+                    kept = {k: round(record[k], 6) for k in KEPT if isinstance(record.get(k), float)}
+                    file.write(to_json({"arm": arm, "seed": seed, "step": record["step"], **kept}) + "\n")
+    curves(runs, out / "curve.png")
+    rows = list(table_rows(runs))
+    head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
+            "tokens masked %", "sequences masked %", "minutes", "smallest gain"]  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
+    command = f"python results/reproduce.py grpo_tokenclip --seeds {' '.join(map(str, seeds))}" + (f" --steps {steps}" if steps else "")
+    fill(out / "report.md", [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines])
+    print("\n".join(lines))
+    print(json.dumps({"claim": "grpo_tokenclip", "out": str(out), "runs": len(seeds) * len(ARMS)}))
+
+
+CLAIMS = {"grpo_tokenclip": grpo_tokenclip}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("claim", choices=CLAIMS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="optimizer steps instead of the embedded default's; goes to runs/")
+    args = parser.parse_args()
+    full = args.steps is None and len(args.seeds) >= 3
+    out = (REPO / "results" if full else REPO / "runs" / "quick") / args.claim
+    CLAIMS[args.claim](args.seeds, args.steps, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""No option is silently ignored: what a recipe's loss does not read is refused, by name, before anything is loaded."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpo_tokenclip
+import pytest
+from grpo_tokenclip import GRPOTokenClipConfig
+from transformers import TrainingArguments
+from trl import GRPOConfig
+
+from rlvr_common import HINTS, LOSS_FLAGS, SAMPLER_FLAGS, RLVRConfig, refuse_unused
+
+REPO = Path(__file__).resolve().parents[1]
+
+# For every sorted option, a value that is not its default and that TRL itself accepts.
+CHANGED = {
+    "beta": 0.1,
+    "num_iterations": 2,
+    "epsilon": 0.3,
+    "epsilon_high": 0.28,
+    "delta": 2.0,
+    "loss_type": "dr_grpo",
+    "importance_sampling_level": "sequence",
+    "sapo_temperature_neg": 2.0,
+    "sapo_temperature_pos": 2.0,
+    "vespo_k_pos": 3.0,
+    "vespo_lambda_pos": 4.0,
+    "vespo_k_neg": 4.0,
+    "vespo_lambda_neg": 3.0,
+    "multi_objective_aggregation": "normalize_then_sum",
+    "scale_rewards": "group",
+    "reward_weights": [2.0],
+    "mask_truncated_completions": True,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 0.5,
+    "ref_model_sync_steps": 64,
+    "top_entropy_quantile": 0.2,
+    "entropy_coef": 0.01,
+    "use_adaptive_entropy": True,
+    "entropy_coef_min": 0.001,
+    "entropy_coef_max": 0.5,
+    "entropy_coef_delta": 0.001,
+    "entropy_target": 0.3,
+    "router_aux_loss_coef": 0.01,
+    "off_policy_mask_threshold": 0.5,
+    "use_bias_correction_kl": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_cap": 2.0,
+    "vllm_importance_sampling_clip_max": 4.0,
+    "vllm_importance_sampling_clip_min": 0.5,
+    "label_smoothing_factor": 0.1,
+    "generation_kwargs": {"num_beams": 2},
+    "repetition_penalty": 1.1,
+    "cache_implementation": "static",
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64},
+    "use_transformers_paged": True,
+    "ds3_gather_for_generation": False,
+    "top_p": 0.8,
+    "top_k": 20,
+    "min_p": 0.1,
+}
+TRUNCATION = {"top_p", "top_k", "min_p"}  # of the sampling distribution: free only for a loss that replays the support
+HONOURED = {"beta", "num_iterations", "epsilon", "epsilon_high", "scale_rewards", "mask_truncated_completions"}
+REFUSED = sorted((LOSS_FLAGS | SAMPLER_FLAGS) - HONOURED)
+
+# Options of GRPOConfig that neither change the loss nor the sampling distribution behind the recipe's back.
+NEITHER = {
+    "model": {"model_init_kwargs", "trust_remote_code", "disable_dropout", "cast_lm_head_to_fp32"},
+    "batch and data": {
+        "num_generations",
+        "num_generations_eval",
+        "max_completion_length",
+        "shuffle_dataset",
+        "pad_to_multiple_of",
+        "generation_batch_size",
+        "steps_per_generation",
+        "chat_template_kwargs",
+        "max_tool_calling_iterations",
+    },
+    "sampling that training and both engines read": {"temperature"},
+    "where vLLM runs": {
+        "use_vllm",
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_structured_outputs_regex",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+    },
+    "logs": {
+        "log_completions",
+        "log_multimodal",
+        "num_completions_to_print",
+        "log_unique_prompts",
+        "log_completions_hub_repo",
+    },
+}
+
+
+class PastTheGuard(Exception):
+    """Raised in place of the first thing that main() loads after its flags were accepted."""
+
+
+@pytest.fixture
+def main_with(monkeypatch, tmp_path):
+    """Run the recipe's own main() on a config made of keyword arguments, up to where it would load the tokenizer."""
+
+    def run(**changes):
+        args = GRPOTokenClipConfig(output_dir=str(tmp_path), **changes)
+        model_args = type("ModelArgs", (), {"model_name_or_path": "nowhere"})
+        monkeypatch.setattr(grpo_tokenclip, "parse_args", lambda *_: (args, model_args))
+
+        def stop(*args, **kwargs):
+            raise PastTheGuard
+
+        monkeypatch.setattr(grpo_tokenclip.AutoTokenizer, "from_pretrained", stop)
+        grpo_tokenclip.main()
+
+    return run
+
+
+def defaults(config_class):
+    return {f.name: f.default for f in dataclasses.fields(config_class)}
+
+
+def test_every_sorted_option_has_a_changed_value_here():
+    assert set(CHANGED) == LOSS_FLAGS | SAMPLER_FLAGS | TRUNCATION
+    unchanged = [name for name, value in CHANGED.items() if value == defaults(RLVRConfig)[name]]
+    assert not unchanged
+
+
+def test_every_option_of_trl_is_sorted():
+    """A TRL release with a new option fails here: decide whether our losses read it, then name it in one list."""
+    neither = [name for names in NEITHER.values() for name in names]
+    assert len(neither) == len(set(neither))
+    assert not set(neither) & (LOSS_FLAGS | SAMPLER_FLAGS) and not LOSS_FLAGS & SAMPLER_FLAGS
+    own = set(defaults(GRPOConfig)) - set(defaults(TrainingArguments))
+    assert len(own) > 50  # the comparison compares something
+    assert own - LOSS_FLAGS - SAMPLER_FLAGS - TRUNCATION - set(neither) == set(), "unsorted options"
+    assert (LOSS_FLAGS | SAMPLER_FLAGS | set(neither)) - set(defaults(GRPOConfig)) == set(), (
+        "options TRL no longer has"
+    )
+    assert set(HINTS) <= LOSS_FLAGS | SAMPLER_FLAGS
+
+
+def test_no_option_of_ours_takes_a_name_of_trls_by_accident():
+    """Ours may restate TRL's default on purpose; a name that a later TRL adds would silently be another option."""
+    base = {"bf16", "scale_rewards", "vllm_importance_sampling_correction", "logging_steps", "logging_nan_inf_filter"}
+    recipes = {"output_dir", "learning_rate", "num_generations", "epsilon", "epsilon_high", "beta"}
+    for config_class, restated in ((RLVRConfig, base), (GRPOTokenClipConfig, recipes)):
+        assert set(config_class.__annotations__) & set(defaults(GRPOConfig)) == restated
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_recipe_refuses_what_its_loss_does_not_read(name, main_with):
+    alias = {"use_transformers_paged": "use_transformers_continuous_batching"}  # TRL turns the one into the other
+    with pytest.raises(ValueError, match=rf"^--{alias.get(name, name)} .* is set, but this recipe never reads it"):
+        main_with(**{name: CHANGED[name]})
+
+
+@pytest.mark.parametrize("name", sorted(HONOURED))
+def test_the_recipe_takes_what_its_loss_reads(name, main_with):
+    with pytest.raises(PastTheGuard):
+        main_with(token_clip="none", **{name: CHANGED[name]})
+
+
+@pytest.mark.parametrize("name", ["epsilon", "epsilon_high"])
+def test_the_recipe_refuses_the_ratio_clip_where_icepop_replaces_it(name, main_with):
+    with pytest.raises(ValueError, match=f"--{name} .* is set, but this recipe never reads it"):
+        main_with(token_clip="icepop", **{name: CHANGED[name]})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"token_clip_low": 6.0}, "token_clip_low"),
+        ({"token_clip_high": -1.0}, "token_clip_high"),
+        ({"seq_clip_low": 1.1, "seq_clip_high": 0.9}, "seq_clip_low"),
+        ({"scale_rewards": "std"}, "scale_rewards std"),
+        ({"rollout_dtype": "fp4"}, "rollout_dtype fp4"),
+    ],
+)
+def test_impossible_values_are_refused_before_anything_is_loaded(options, named, tmp_path):
+    with pytest.raises(ValueError, match=f"--{named}"):
+        GRPOTokenClipConfig(output_dir=str(tmp_path), **options)
+
+
+def test_defaults_are_never_refused(main_with, tmp_path):
+    with pytest.raises(PastTheGuard):
+        main_with()
+    refuse_unused(RLVRConfig(str(tmp_path)), honoured=set())
+
+
+@pytest.mark.parametrize("name", sorted(TRUNCATION))
+def test_truncated_sampling_is_refused_without_its_replay(name, main_with):
+    with pytest.raises(ValueError, match=f"--{name} {CHANGED[name]} is set"):
+        main_with(**{name: CHANGED[name]})
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLER_FLAGS - {"use_transformers_paged"}))
+def test_sampler_options_are_trls_business_with_vllm(name, tmp_path):
+    refuse_unused(RLVRConfig(str(tmp_path), use_vllm=True, **{name: CHANGED[name]}), honoured=LOSS_FLAGS)
+    with pytest.raises(ValueError, match=f"--{name} "):
+        refuse_unused(RLVRConfig(str(tmp_path), **{name: CHANGED[name]}), honoured=LOSS_FLAGS)
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_FLAGS))
+def test_a_loss_flag_is_free_exactly_when_it_is_honoured(name, tmp_path):
+    args = RLVRConfig(str(tmp_path), use_vllm=True, **{name: CHANGED[name]})
+    refuse_unused(args, honoured=LOSS_FLAGS)
+    refuse_unused(args, honoured={name, "vllm_importance_sampling_clip_max"})  # the deprecated cap sets this one too
+    with pytest.raises(ValueError, match=f"--{name} .*remove it, default is"):
+        refuse_unused(args, honoured=set())
+
+
+@pytest.mark.parametrize("name", sorted(HINTS))
+def test_the_refusal_names_the_flag_to_use_instead(name, tmp_path):
+    with pytest.raises(ValueError) as refusal:
+        refuse_unused(RLVRConfig(str(tmp_path), **{name: CHANGED[name]}), honoured=set())
+    assert f"({HINTS[name]})" in str(refusal.value) and str(CHANGED[name]) in str(refusal.value)
+
+
+def test_honouring_a_flag_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"\['epsilom'\]"):
+        refuse_unused(RLVRConfig(str(tmp_path)), honoured={"epsilon", "epsilom"})
+
+
+def test_a_recipe_that_changes_a_default_must_read_it(tmp_path):
+    """A fork that restates a loss flag with another default and forgets it in its loss is caught like a user."""
+
+    @dataclass
+    class Fork(RLVRConfig):
+        entropy_coef: float = field(default=0.01, metadata={"help": "forgotten"})
+
+    with pytest.raises(ValueError, match="--entropy_coef 0.01 is set"):
+        refuse_unused(Fork(str(tmp_path)), honoured={"epsilon"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_clip": "icepops"}, "--token_clip icepops is unknown: use none, tis or icepop"),
+        ({"seq_clip_low": 0.995}, "SeqClip needs both bounds"),
+        ({"seq_clip_high": 1.005}, "SeqClip needs both bounds"),
+        ({"aggregation": "mean"}, "--aggregation mean is unknown: use one of token_mean"),
+    ],
+)
+def test_the_recipes_own_options_are_checked(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        GRPOTokenClipConfig(output_dir=str(tmp_path), **options)
+
+
+def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo_tokenclip.py", "--importance_sampling_level=sequence"])
+    with pytest.raises(ValueError, match=r"--importance_sampling_level sequence .*--seq_clip_low / --seq_clip_high"):
+        grpo_tokenclip.main()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo_tokenclip.py", "--config", str(file)])
+
+    def stop(*args, **kwargs):
+        raise PastTheGuard
+
+    monkeypatch.setattr(grpo_tokenclip.AutoTokenizer, "from_pretrained", stop)
+    with pytest.raises(PastTheGuard):
+        grpo_tokenclip.main()
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--epsilom", "0.3"], "--epsilom"),
+        (["--learning", "0.3"], "--learning"),  # no guessing from a prefix
+        (["--model_name_or_path", "x", "0.3"], "0.3"),
+    ],
+)
+def test_unknown_flags_end_the_program_with_one_sentence(argv, named, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        grpo_tokenclip.parse_args(GRPOTokenClipConfig, "", argv)
+    assert str(end.value).startswith("error: ") and named in str(end.value)
+
+
+@pytest.mark.parametrize("key", ["epsilom", "no_shuffle_dataset", "config"])
+def test_unknown_keys_of_a_config_file_end_the_program(key, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: x\n{key}: 0.3\n")
+    with pytest.raises(SystemExit) as end:
+        grpo_tokenclip.parse_args(GRPOTokenClipConfig, "", ["--config", str(file)])
+    assert str(end.value) == f"error: --config {file}: nobody reads {key}; --help_all lists the options"

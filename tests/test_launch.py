@@ -1,0 +1,805 @@
+"""Around a run: help, config files, output folders, batch arithmetic, launch checks, metrics and curves."""
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpo_tokenclip
+import psutil
+import pytest
+import torch
+import yaml
+from accelerate.utils import DistributedType
+from grpo_tokenclip import GRPOTokenClipConfig
+from trl import GRPOConfig
+
+import rlvr_launch
+import rlvr_report
+from rlvr_common import RLVRConfig
+from rlvr_launch import (
+    COMMON_OPTIONS,
+    TINY_CONFIG,
+    batch_line,
+    check_batch,
+    check_config_file,
+    check_distributed,
+    check_processes,
+    derive_accumulation,
+    find_model,
+    make_parser,
+    nearest,
+    parse_args,
+    requested_processes,
+    settle_output_dir,
+)
+from rlvr_report import PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
+
+REPO = Path(__file__).resolve().parents[1]
+RECIPE = REPO / "recipes" / "grpo_tokenclip.py"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """An empty working directory and no launcher in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(*argv):
+    return parse_args(GRPOTokenClipConfig, grpo_tokenclip.__doc__, list(argv))
+
+
+def refusal(*argv):
+    with pytest.raises(SystemExit) as end:
+        parse(*argv)
+    assert str(end.value).startswith("error: ")
+    return str(end.value)
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+def help_text(capsys, *argv):
+    with pytest.raises(SystemExit) as end:
+        parse(*argv)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def offered(text):
+    return set(re.findall(r"^  --(\w+)", text, flags=re.M))
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_the_recipes_own_options_and_the_common_twenty(flag, capsys):
+    text = help_text(capsys, flag, "--max_steps", "3")
+    own = set(GRPOTokenClipConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    assert len(COMMON_OPTIONS) == 20 and {"token_clip", "seq_clip_low", "dataset", "rollout_dtype"} <= own
+    assert offered(text) >= own | COMMON_OPTIONS | {"help"}
+    assert not offered(text) & {"adam_beta1", "loss_type", "no_remove_unused_columns"}
+    assert len(text.splitlines()) < 120
+    assert grpo_tokenclip.__doc__.splitlines()[0] in text and "accelerate launch recipes/grpo_tokenclip.py" in text
+
+
+def test_help_shows_defaults(capsys):
+    text = help_text(capsys, "--help")
+    options = re.split(r"^  --", text, flags=re.M)[1:]
+    shown = {re.match(r"\w+", o)[0]: " ".join(o.split()) for o in options}
+    assert all(re.search(r"\(default: \S+\)", o) for name, o in shown.items() if name != "help")
+    for name, default in (("token_clip_low", "0.5"), ("seq_clip_high", "None"), ("learning_rate", "2e-06")):
+        assert f"(default: {default})" in shown[name]
+    assert "(default: runs/grpo_tokenclip)" in shown["output_dir"] and "(default: 8)" in shown["num_generations"]
+
+
+def test_help_shows_what_the_recipe_restates(capsys):
+    """The recipe gives epsilon, epsilon_high and beta a default and a sentence of its own, and names them as knobs."""
+    assert offered(help_text(capsys, "--help")) >= set(GRPOTokenClipConfig.__annotations__)
+
+
+def test_help_all_is_everything(capsys):
+    short, full = help_text(capsys, "--help"), help_text(capsys, "--help_all")
+    assert offered(full) > offered(short)
+    assert offered(full) >= set(GRPOTokenClipConfig.__dataclass_fields__) - {"n_gpu"}
+    assert len(full.splitlines()) > 4 * len(short.splitlines())
+    assert not [name for name in offered(full) if name.startswith("no_")]  # `--x false` says the same
+
+
+def test_common_options_exist():
+    known = {action.dest for action in make_parser(GRPOTokenClipConfig, "")._actions}
+    assert known >= COMMON_OPTIONS
+
+
+# --- command line and config files -----------------------------------------------------------------------------------
+
+
+def test_without_any_flag_it_is_the_embedded_default(capsys):
+    args, model_args = parse()
+    settings = yaml.safe_load(TINY_CONFIG.read_text())
+    assert settings.pop("model_name_or_path") == "tiny" and settings
+    for name, value in settings.items():
+        assert getattr(args, name) == (float(value) if isinstance(value, str) and value[0].isdigit() else value), name
+    assert "embedded default: recipes/configs/tiny.yaml" in capsys.readouterr().out
+    assert Path(args.output_dir) == Path.cwd() / "runs" / "grpo_tokenclip"
+    assert model_args.model_name_or_path in ("tiny", str(REPO / "tiny" / "qwen3"))
+
+
+def test_the_embedded_default_runs_anywhere():
+    args, _ = parse()
+    assert args.use_cpu != torch.accelerator.is_available()
+    assert args.bf16 is (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+    assert args.gradient_accumulation_steps == 1 and args.generation_batch_size % args.num_generations == 0
+
+
+def test_the_embedded_default_says_nothing_on_other_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    parse()
+    assert capsys.readouterr().out == ""
+
+
+def test_another_model_does_not_inherit_the_tiny_settings(capsys):
+    for argv in (["--model_name_or_path", "org/model"], ["--model_name_or_path=org/model"]):
+        args, model_args = parse(*argv, "--num_generations", "8")
+        assert (args.max_steps, args.learning_rate, args.exact_answers) == (-1, 2e-6, False)
+        assert model_args.model_name_or_path == "org/model"
+    assert "embedded default" not in capsys.readouterr().out
+
+
+def test_command_line_over_config_file_over_dataclass(tmp_path, capsys):
+    file = write(tmp_path / "run.yaml", "model_name_or_path: org/model\nmax_steps: 7\nlearning_rate: 1e-3\nseed: 5\n")
+    for form in (["--config", file], [f"--config={file}"]):
+        args, model_args = parse(*form, "--max_steps", "9", "--seed=6")
+        assert (args.max_steps, args.learning_rate, args.seed, args.epsilon) == (9, 1e-3, 6, 0.2)
+        assert model_args.model_name_or_path == "org/model"
+        args, _ = parse("--max_steps=9", *form)
+        assert args.max_steps == 9
+    assert "embedded default" not in capsys.readouterr().out
+
+
+def test_the_tiny_settings_can_be_overridden():
+    args, _ = parse("--max_steps", "1", "--rollout_dtype", "bfloat16", "--exact_answers", "false")
+    assert (args.max_steps, args.rollout_dtype, args.exact_answers) == (1, "bfloat16", False)
+    assert args.per_device_train_batch_size == yaml.safe_load(TINY_CONFIG.read_text())["per_device_train_batch_size"]
+
+
+@pytest.mark.parametrize("file", sorted(TINY_CONFIG.parent.glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_config_of_the_repository_has_only_known_keys(file):
+    check_config_file([str(file)], GRPOTokenClipConfig)
+
+
+def test_both_spellings_of_an_option_mean_the_same(capsys, tmp_path):
+    """The parser takes --output-dir for --output_dir; so must the checks."""
+    args, _ = parse("--model-name-or-path", "org/model", "--num_generations", "8")
+    assert (args.max_steps, args.exact_answers) == (-1, False)
+    make_run(tmp_path / "mine")
+    assert "already holds a run" in refusal("--output-dir", "mine")
+
+
+def test_broken_config_files(tmp_path):
+    assert refusal("--config") == "error: --config needs a file: --config recipes/configs/tiny.yaml"
+    missing = refusal("--config", "nowhere.yaml")
+    assert missing.startswith("error: --config nowhere.yaml ") and "tiny.yaml" in missing
+    for text, found in (("- a\n- b\n", "list"), ("", "NoneType"), ("just words", "str")):
+        file = write(tmp_path / "run.yaml", text)
+        message = f"error: --config {file} must hold `option: value` lines, found {found}"
+        assert refusal("--config", file) == refusal(f"--config={file}") == message
+    file = write(tmp_path / "run.yaml", "model_name_or_path: x\nlearning_rat: 1\nmax_step: 2\n")
+    assert f"--config {file}: nobody reads learning_rat, max_step" in refusal("--config", file)
+    file = write(tmp_path / "run.yaml", "max_steps: 2\n")
+    assert refusal("--config", file) == "error: no model: give --model_name_or_path, or a --config that names one"
+
+
+@pytest.mark.parametrize("text", ["a: [1\nb: 2\n", None], ids=["malformed", "folder"])
+def test_unreadable_config_files_end_with_one_sentence(text, tmp_path):
+    file = str(tmp_path) if text is None else write(tmp_path / "run.yaml", text)
+    assert file in refusal("--config", file)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_find_model(monkeypatch, tmp_path):
+    repo, work = tmp_path / "repo", tmp_path / "work"
+    (repo / "tiny" / "qwen3").mkdir(parents=True)
+    (repo / "runs" / "a" / "final").mkdir(parents=True)
+    work.mkdir()
+    monkeypatch.setattr(rlvr_launch, "REPO", repo)
+    monkeypatch.chdir(work)
+    assert find_model("tiny") == str(repo / "tiny" / "qwen3")
+    assert find_model("runs/a/final") == str(repo / "runs" / "a" / "final")
+    assert find_model("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    assert find_model("/nowhere/model") == "/nowhere/model"
+    (work / "runs" / "a" / "final").mkdir(parents=True)
+    assert find_model("runs/a/final") == "runs/a/final"  # what lies here comes before the repository's
+    with pytest.raises(ValueError, match="no model: give --model_name_or_path"):
+        find_model(None)
+    with pytest.raises(FileNotFoundError, match="--model_name_or_path nowhere.gguf does not exist"):
+        find_model("nowhere.gguf", str(work))
+
+
+def test_tiny_is_found_from_the_root_of_the_repository(monkeypatch, tmp_path):
+    (tmp_path / "tiny" / "qwen3").mkdir(parents=True)
+    monkeypatch.setattr(rlvr_launch, "REPO", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert find_model("tiny") == str(tmp_path / "tiny" / "qwen3")
+
+
+# --- output folder and resume ----------------------------------------------------------------------------------------
+
+
+def settle(folder, explicit=True, resume=None):
+    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resume)
+    settle_output_dir(args, explicit)
+    resumed = args.resume_from_checkpoint
+    return Path(args.output_dir), resumed and Path(resumed)
+
+
+def make_run(folder, *steps, broken=()):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").touch()
+    for step in (*steps, *broken):
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "trainer_state.json").touch()
+        if step not in broken:
+            (folder / f"checkpoint-{step}" / "rollout_state_0.pt").touch()
+    return folder
+
+
+def test_a_fresh_folder_is_taken_as_it_is(tmp_path):
+    for explicit in (True, False):
+        assert settle("runs/a", explicit) == (tmp_path / "runs" / "a", None)
+        (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)  # an empty folder holds no run
+
+
+def test_a_second_default_run_gets_the_next_free_number(tmp_path):
+    for name in ("a", "a-2", "a-3"):
+        assert settle("runs/a", explicit=False)[0] == tmp_path / "runs" / name
+        make_run(tmp_path / "runs" / name)
+    make_run(tmp_path / "runs" / "a-5")
+    assert settle("runs/a", explicit=False)[0] == tmp_path / "runs" / "a-4"
+
+
+def test_a_second_run_of_the_embedded_default_moves_on(tmp_path):
+    make_run(tmp_path / "runs" / "grpo_tokenclip")
+    assert parse()[0].output_dir == str(tmp_path / "runs" / "grpo_tokenclip-2")
+
+
+def test_a_named_folder_with_a_run_is_refused(tmp_path):
+    make_run(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path / 'mine'} already holds a run"):
+        settle("mine", explicit=True)
+    assert "already holds a run" in refusal("--output_dir", "mine")
+    assert "already holds a run" in refusal("--output_dir=mine")
+
+
+def test_resume_last_is_the_newest_complete_checkpoint_by_number(tmp_path):
+    run = make_run(tmp_path / "a", 5, 10, 100, 20, broken=(200,))
+    for explicit in (True, False):
+        assert settle("a", explicit, "last") == (run, run / "checkpoint-100")
+    args, _ = parse("--output_dir", "a", "--resume_from_checkpoint", "last")
+    assert args.resume_from_checkpoint == str(run / "checkpoint-100") and args.output_dir == str(run)
+
+
+def test_resume_last_without_a_complete_checkpoint(tmp_path):
+    make_run(tmp_path / "a", broken=(5,))
+    for folder in ("a", "nowhere"):
+        with pytest.raises(FileNotFoundError, match=f"no complete checkpoint in {tmp_path / folder}; name the run"):
+            settle(folder, True, "last")
+
+
+def test_resume_from_a_path(tmp_path):
+    run = make_run(tmp_path / "a", 5, 10)
+    make_run(tmp_path / "default")
+    assert settle("default", False, "a/checkpoint-5") == (run, run / "checkpoint-5")  # goes on in its own folder
+    assert settle("a", True, "a/checkpoint-5") == (run, run / "checkpoint-5")
+    assert settle("new", True, "a/checkpoint-5") == (tmp_path / "new", run / "checkpoint-5")
+    for path in ("a", "a/checkpoint-6"):
+        with pytest.raises(
+            FileNotFoundError, match=f"{tmp_path / path} is no checkpoint: it has no trainer_state.json"
+        ):
+            settle("new", True, path)
+
+
+def test_resume_last_of_the_default_folder_is_the_last_run(tmp_path):
+    """The second default run went to <folder>-2, so that is where the newest checkpoint is."""
+    make_run(tmp_path / "a", 60, 120)
+    second = make_run(tmp_path / "a-2", 60)
+    assert settle("a", explicit=False, resume="last") == (second, second / "checkpoint-60")
+
+
+def test_resume_into_the_folder_of_another_run_is_refused(tmp_path):
+    make_run(tmp_path / "a", 5)
+    make_run(tmp_path / "b", 3)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'b'} already holds a run"):
+        settle("b", True, "a/checkpoint-5")
+
+
+def test_a_folder_with_checkpoints_holds_a_run(tmp_path):
+    """Killed before its first line of metrics: `last` would later pick its checkpoint for the new run."""
+    make_run(tmp_path / "a", 7)
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="already holds a run"):
+        settle("a", explicit=True)
+
+
+def test_resume_last_skips_folders_that_are_no_checkpoints(tmp_path):
+    run = make_run(tmp_path / "a", 60, "60.bak", "best")
+    assert settle("a", True, "last") == (run, run / "checkpoint-60")
+
+
+# --- batch arithmetic ------------------------------------------------------------------------------------------------
+
+
+def config(per_device=4, generations=4, accumulation=1, prompts=None, chunks=None, batch=None):
+    return SimpleNamespace(
+        per_device_train_batch_size=per_device,
+        num_generations=generations,
+        gradient_accumulation_steps=accumulation,
+        prompts_per_step=prompts,
+        steps_per_generation=chunks,
+        generation_batch_size=batch,
+    )
+
+
+def suggestions(message, flag):
+    """The numbers that a message offers for a flag."""
+    match = re.search(rf"--{flag} (\d+)(?: or (\d+))?", message)
+    return [int(x) for x in match.groups() if x]
+
+
+def expected_suggestions(value, valid, limit=400):
+    """Brute force: the nearest valid value below and above."""
+    below = [v for v in range(1, value) if valid(v)][-1:]
+    above = [v for v in range(value + 1, limit) if valid(v)][:1]
+    return below + above
+
+
+def test_nearest():
+    assert nearest(5, [1, 4, 8, 12]) == "4 or 8"
+    assert nearest(5, range(6, 9)) == "6"
+    assert nearest(5, [2, 3]) == "3"
+
+
+def test_prompts_per_step_sets_the_accumulation(monkeypatch):
+    for world, per_device, generations, prompts in itertools.product((1, 2, 3), (1, 2, 3, 8), (2, 4, 6), (1, 3, 4, 8)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        at_once = world * per_device
+        c = config(per_device, generations, prompts=prompts)
+        if prompts * generations % at_once == 0:
+            derive_accumulation(c)
+            assert c.gradient_accumulation_steps * at_once == prompts * generations
+            continue
+        with pytest.raises(ValueError) as error:
+            derive_accumulation(c)
+        message = str(error.value)
+        assert f"= {prompts * generations} sequences" in message and f"{world} process(es)" in message
+        offered = expected_suggestions(prompts, lambda p, g=generations, a=at_once: p * g % a == 0)
+        assert offered and suggestions(message, "prompts_per_step") == offered
+        for p in offered:
+            derive_accumulation(config(per_device, generations, prompts=p))
+
+
+def test_prompts_per_step_and_an_accumulation_that_disagree():
+    derive_accumulation(config(per_device=4, generations=4, accumulation=8, prompts=8))
+    with pytest.raises(ValueError, match="needs gradient_accumulation_steps 8 on 1 process.es., but 4 is set"):
+        derive_accumulation(config(per_device=4, generations=4, accumulation=4, prompts=8))
+    untouched = config(accumulation=3)
+    derive_accumulation(untouched)
+    assert untouched.gradient_accumulation_steps == 3
+
+
+def test_whole_groups_or_the_nearest_valid_values(monkeypatch):
+    wrong = 0
+    for world, per_device, generations, chunks in itertools.product((1, 2, 3), range(1, 9), range(2, 9), (1, 2, 3)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        sequences = world * per_device * chunks
+        for how in ("accumulation", "steps", "batch"):
+            steps = {"accumulation": None, "steps": chunks, "batch": None}[how]
+            accumulation = chunks if how == "accumulation" else 1
+            batch = sequences if how == "batch" else None
+            c = config(per_device, generations, accumulation, chunks=steps, batch=batch)
+            if sequences % generations == 0:
+                check_batch(c)
+                continue
+            if how == "batch":
+                with pytest.raises(ValueError, match=f"num_generations {generations}"):
+                    check_batch(c)
+                continue
+            wrong += 1
+            with pytest.raises(ValueError) as error:
+                check_batch(c)
+            message = str(error.value)
+            assert f"= {sequences} sequences are no whole groups of num_generations {generations}" in message
+            devices = expected_suggestions(per_device, lambda b, k=world * chunks, g=generations: b * k % g == 0)
+            groups = expected_suggestions(generations, lambda d, s=sequences: d > 1 and s % d == 0, sequences + 1)
+            assert suggestions(message, "per_device_train_batch_size") == devices
+            if groups:
+                assert suggestions(message, "num_generations") == groups
+    assert wrong > 300
+
+
+def test_a_sampled_batch_of_the_user_gets_its_own_nearest_values(monkeypatch):
+    wrong = 0
+    for world, per_device, generations in itertools.product((1, 2), (1, 2, 3, 4), (2, 3, 4, 8)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+
+        def valid(batch, unit=world * per_device, group=generations):
+            return batch % unit == 0 and batch % group == 0
+
+        for batch in range(1, 40):
+            c = config(per_device, generations, batch=batch)
+            if valid(batch):
+                check_batch(c)
+                continue
+            wrong += 1
+            with pytest.raises(ValueError) as error:
+                check_batch(c)
+            assert suggestions(str(error.value), "generation_batch_size") == expected_suggestions(batch, valid)
+    assert wrong > 500
+
+
+def test_an_optimizer_step_does_not_mix_two_samplings():
+    check_batch(config(per_device=4, generations=4, accumulation=3, chunks=6))
+    with pytest.raises(ValueError, match="steps_per_generation 5 is no multiple of .*_steps 3: .*: use 3 or 6$"):
+        check_batch(config(per_device=4, generations=4, accumulation=3, chunks=5))
+    with pytest.raises(ValueError, match="steps_per_generation 2 .*: use 3$"):
+        check_batch(config(per_device=4, generations=4, accumulation=3, chunks=2))
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(ValueError, match="num_generations 1: a group advantage needs at least 2"):
+        check_batch(config(generations=1))
+
+
+def test_the_real_config_settles_its_batch(monkeypatch, tmp_path):
+    args = RLVRConfig(str(tmp_path), prompts_per_step=16, num_generations=8, per_device_train_batch_size=32)
+    assert (args.gradient_accumulation_steps, args.steps_per_generation, args.generation_batch_size) == (4, 4, 128)
+    with pytest.raises(ValueError, match="use --prompts_per_step 4 or 8, or"):
+        RLVRConfig(str(tmp_path), prompts_per_step=5, num_generations=8, per_device_train_batch_size=32)
+    with pytest.raises(ValueError, match="steps_per_generation 3 is no multiple of gradient_accumulation_steps 2"):
+        RLVRConfig(str(tmp_path), gradient_accumulation_steps=2, steps_per_generation=3)
+
+
+def test_the_real_config_names_the_nearest_valid_values(tmp_path):
+    with pytest.raises(ValueError, match="use --per_device_train_batch_size 8, or --num_generations 3"):
+        RLVRConfig(str(tmp_path), num_generations=8, per_device_train_batch_size=3)
+    with pytest.raises(ValueError, match="num_generations 1: a group advantage needs at least 2"):
+        RLVRConfig(str(tmp_path), num_generations=1)
+
+
+@pytest.mark.parametrize("name", ["prompts_per_step", "per_device_train_batch_size", "num_generations"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_batch_of_nothing_is_refused(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} {value}"):
+        RLVRConfig(str(tmp_path), **{name: value})
+
+
+def test_batch_line_counts_every_update_of_a_sampling(tmp_path):
+    assert batch_line(RLVRConfig(str(tmp_path), num_iterations=4)).endswith("; 4 update(s) a sampling")
+
+
+def test_batch_line(monkeypatch, tmp_path):
+    args = RLVRConfig(
+        str(tmp_path),
+        num_generations=8,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=2,
+        steps_per_generation=6,
+    )
+    assert batch_line(args) == (
+        "batch: 8 prompts x 8 generations = 64 sequences = 1 process(es) x 32 per device x 2 accumulation; "
+        "3 update(s) a sampling"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    text = batch_line(args)
+    assert "32 prompts x 8 generations = 256 sequences = 4 process(es) x 32 per device x 2 accumulation" in text
+
+
+# --- processes and distributed type ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(monkeypatch, tmp_path):
+    """Pretend that our parent process runs this command line."""
+    nowhere = str(tmp_path / "no_default_config.yaml")
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", nowhere)
+
+    def set_command(*command):
+        monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(cmdline=lambda: list(command)))
+
+    return set_command
+
+
+PYTHON = "/venv/bin/python3"
+ACCELERATE = (PYTHON, "/venv/bin/accelerate", "launch")
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        ((*ACCELERATE, "recipes/x.py"), None),
+        ((*ACCELERATE, "--cpu", "--num_processes", "2", "recipes/x.py"), 2),
+        ((*ACCELERATE, "--cpu", "--num_processes=2", "recipes/x.py", "--max_steps", "1"), 2),
+        ((*ACCELERATE, "--num-processes", "3", "recipes/x.py"), 3),
+        (
+            (
+                *ACCELERATE,
+                "--multi_gpu",
+                "--num_machines",
+                "1",
+                "--num_processes",
+                "4",
+                "x.py",
+                "--num_processes",
+                "9",
+            ),
+            4,
+        ),
+        ((*ACCELERATE, "recipes/x.py", "--num_processes", "9"), None),  # the recipe's argument, not the launcher's
+        ((PYTHON, "/venv/bin/accelerate-launch", "--num_processes", "2", "recipes/x.py"), 2),
+        (("accelerate", "launch", "--num_processes", "2", "-m", "recipes.x"), 2),
+        (("/bin/bash", "-c", "accelerate launch --num_processes 2 x.py"), None),
+        ((PYTHON, "/venv/bin/torchrun", "--nproc_per_node", "2", "x.py"), None),
+        ((PYTHON, "-m", "pytest"), None),
+        ((PYTHON, "jobs.py", "launch", "--num_processes", "2", "x.py"), None),
+        ((), None),
+    ],
+)
+def test_requested_processes(command, asked, parent):
+    parent(*command)
+    assert requested_processes() == asked
+
+
+def test_requested_processes_of_a_config_file(parent, tmp_path):
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 5\nuse_cpu: true\n"
+    file = write(tmp_path / "accelerate.yaml", text)
+    parent(*ACCELERATE, "--config_file", file, "recipes/x.py")
+    assert requested_processes() == 5
+    parent(*ACCELERATE, "--config_file", file, "--num_processes", "3", "recipes/x.py")
+    assert requested_processes() == 3
+
+
+def test_requested_processes_of_the_launch_module(parent):
+    parent(PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "recipes/x.py")
+    assert requested_processes() == 2
+
+
+def test_requested_processes_of_accelerates_default_file(parent, monkeypatch, tmp_path):
+    """`accelerate config` writes this file and `accelerate launch` reads it when nothing else is given."""
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 5\nuse_cpu: true\n"
+    file = write(tmp_path / "default_config.yaml", text)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", file)
+    parent(*ACCELERATE, "recipes/x.py")
+    assert requested_processes() == 5
+
+
+@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), psutil.ZombieProcess(1)])
+def test_a_parent_that_cannot_be_read_asks_for_nothing(error, monkeypatch):
+    def gone(pid):
+        raise error
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    assert requested_processes() is None
+
+
+def test_check_processes(parent):
+    parent(PYTHON, "x.py")
+    check_processes(SimpleNamespace(expect_processes=None))
+    check_processes(SimpleNamespace(expect_processes=1))
+    with pytest.raises(ValueError, match="^--expect_processes asks for 2 .* but this run has 1: .*--nproc_per_node 2"):
+        check_processes(SimpleNamespace(expect_processes=2))
+    parent(*ACCELERATE, "--cpu", "--num_processes", "1", "x.py")
+    check_processes(SimpleNamespace(expect_processes=None))
+    parent(*ACCELERATE, "--cpu", "--num_processes", "2", "x.py")
+    with pytest.raises(ValueError, match="^accelerate launch asks for 2 .* but this run has 1: .*--num_processes 2"):
+        check_processes(SimpleNamespace(expect_processes=1))
+    assert "accelerate launch asks for 2 process(es) but this run has 1" in refusal("--max_steps", "1")
+
+
+def accelerator(kind, fsdp2=False):
+    return SimpleNamespace(distributed_type=DistributedType[kind], is_fsdp2=fsdp2, num_processes=2)
+
+
+KINDS = {
+    "no": accelerator("NO"),
+    "ddp": accelerator("MULTI_CPU"),
+    "fsdp": accelerator("FSDP"),
+    "fsdp2": accelerator("FSDP", True),
+    "deepspeed": accelerator("DEEPSPEED"),
+}
+
+
+def test_check_distributed():
+    for (asked, _), (actual, running) in itertools.product(KINDS.items(), repeat=2):
+        if asked == actual:
+            check_distributed(running, asked)
+            continue
+        with pytest.raises(
+            ValueError, match=f"asked for distributed type {asked}, running as {actual} with 2 process"
+        ):
+            check_distributed(running, asked)
+    check_distributed(accelerator("MULTI_GPU"), "ddp")
+    for running in KINDS.values():
+        check_distributed(running)  # nothing was asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
+        ({"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2"}, None),
+    ],
+)
+def test_check_distributed_by_the_launchers_environment(environment, asked, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for actual, running in KINDS.items():
+        if asked in (None, actual):
+            check_distributed(running)
+            continue
+        with pytest.raises(ValueError, match=f"asked for distributed type {asked}, running as {actual}"):
+            check_distributed(running)
+        check_distributed(running, actual)  # --expect_distributed is the last word
+
+
+# --- what a run shows and leaves behind ------------------------------------------------------------------------------
+
+
+def state(step, most=24, main=True):
+    return SimpleNamespace(global_step=step, max_steps=most, is_world_process_zero=main)
+
+
+def log(report, step, **values):
+    report.on_log(None, state(step), None, logs=values)
+    report.on_step_end(None, state(step), None)
+
+
+def test_metrics_survive_json_with_their_non_finite_numbers(tmp_path):
+    record = {"step": 3, "reward": 0.1, "a": math.nan, "b": math.inf, "c": -math.inf, "ok": True, "text": "nan or so"}
+    line = to_json(record)
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line + "\n" + to_json({"step": 4}) + "\n")
+    first, second = read_metrics(file)
+    assert math.isnan(first.pop("a")) and first == {k: v for k, v in record.items() if k != "a"}
+    assert second == {"step": 4}
+
+
+def test_series_and_smooth():
+    records = [{"step": 1, "x": 1.0}, {"step": 2, "y": 5.0}, {"step": 3, "x": 4}, {"step": 4, "x": "text"}]
+    assert series(records, "x") == ([1, 3], [1.0, 4])
+    values = [1.0, 2.0, 6.0, 3.0, 0.0]
+    for span in (1, 2, 3, 9):
+        expected = []
+        for i in range(len(values)):
+            seen = values[max(0, i - span + 1) : i + 1]
+            expected.append(math.fsum(seen) / len(seen))
+        assert smooth(values, span) == pytest.approx(expected)
+
+
+def test_table_is_aligned():
+    lines = table([("a", "1"), ("longer name", "2")]).splitlines()
+    assert [line.index(x) for line, x in zip(lines, "12", strict=True)] == [15, 15]
+
+
+def test_a_run_leaves_metrics_and_curves(tmp_path, capsys):
+    report = RunReport(tmp_path / "run")
+    report.on_train_begin(None, state(0), None)
+    for step in range(1, 25):
+        log(report, step, reward=step / 24, entropy=1.0, grad_norm=math.nan, total_flos=1e9, verifier=0.5)
+    report.on_log(None, state(24), None, logs={"train_runtime": 5.0, "train_loss": 0.1})  # transformers' summary
+    report.on_train_end(None, state(24), None)
+    records = read_metrics(report.metrics_path)
+    assert [r["step"] for r in records] == list(range(1, 25))
+    assert set(records[0]) == {"step", "reward", "entropy", "grad_norm", "verifier"}
+    assert report.curve_path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and report.curve_path.stat().st_size > 10_000
+    shown = re.findall(r"^step +(\d+)  reward (\S+)", capsys.readouterr().out, flags=re.M)
+    assert [int(step) for step, _ in shown] == [1, *range(2, 25, 2)] and shown[-1][1] == "1"
+
+
+def test_a_resumed_run_does_its_last_steps_again(tmp_path):
+    first = RunReport(tmp_path / "run")
+    first.on_train_begin(None, state(0), None)
+    for step in range(1, 8):
+        log(first, step, reward=0.0)
+    again = RunReport(tmp_path / "run")
+    again.on_train_begin(None, state(5), None)
+    assert [r["step"] for r in read_metrics(again.metrics_path)] == [1, 2, 3, 4, 5]
+    log(again, 6, reward=1.0)
+    again.on_train_end(None, state(6), None)
+    assert [(r["step"], r["reward"]) for r in read_metrics(again.metrics_path)][-2:] == [(5, 0.0), (6, 1.0)]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    report = RunReport(tmp_path / "run")
+    report.on_train_begin(None, state(0, main=False), None)
+    log(report, 1, reward=0.0)
+    report.on_train_end(None, state(1), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_metric_of_a_panel_is_drawn_and_no_other(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(rlvr_report.plt, "close", figures.append)
+    known = list(itertools.chain(*PANELS.values()))
+    for names in (known, known[:3], ["other"]):
+        records = [{"step": i, **dict.fromkeys(names, i + 1.0)} for i in range(3)]
+        plot_curves(records, tmp_path / "curve.png", "title")
+        drawn = {label for axis in figures[-1].axes for label in axis.get_legend_handles_labels()[1]}
+        assert drawn == set(names) & set(known)
+        assert (tmp_path / "curve.png").stat().st_size > 10_000
+    monkeypatch.undo()
+    for figure in figures:
+        rlvr_report.plt.close(figure)
+
+
+def test_a_run_shorter_than_logging_steps_ends_well(tmp_path):
+    report = RunReport(tmp_path / "run")
+    report.on_train_begin(None, state(0, 5), None)
+    report.on_step_end(None, state(5, 5), None)
+    report.on_train_end(None, state(5, 5), None)
+    report.draw()
+
+
+def test_a_line_torn_by_a_kill_does_not_stop_the_resume(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    report = RunReport(folder)
+    report.on_train_begin(None, state(1), None)
+    log(report, 2, reward=1.0)
+    report.on_train_end(None, state(2), None)
+    assert [r["step"] for r in read_metrics(report.metrics_path)] == [1, 2]
+
+
+# --- real launches ---------------------------------------------------------------------------------------------------
+
+
+def launch(tmp_path, *command, **environment):
+    """Run a command in an empty folder without a launcher's variables or the user's accelerate configuration."""
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "FSDP", "WORLD_", "RANK", "LOCAL_"))
+    }
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**inherited, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_accelerate_launch_on_cpus_with_two_processes_says_that_it_has_one(tmp_path):
+    """accelerate starts one process here without a word; the recipe ends with the command that starts two."""
+    accelerate = Path(sys.executable).parent / "accelerate"
+    done = launch(
+        tmp_path, str(accelerate), "launch", "--cpu", "--num_processes", "2", str(RECIPE), "--max_steps", "1"
+    )
+    assert done.returncode != 0
+    sentence = "error: accelerate launch asks for 2 process(es) but this run has 1: on CPUs launch with"
+    assert sentence in done.stderr and "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2" in done.stderr
+    own = done.stderr[: done.stderr.index(sentence)]
+    assert "Traceback" not in own  # accelerate's own report of the exit status follows the sentence
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_recipe_prints_help_from_any_folder(tmp_path):
+    done = launch(tmp_path, sys.executable, str(RECIPE), "--help")
+    assert done.returncode == 0 and "--token_clip_low" in done.stdout
+    assert done.stdout.startswith("usage: accelerate launch grpo_tokenclip.py")
