@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
 from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
@@ -66,7 +66,7 @@ def masked_mean(x, mask):
 
 
 def group_advantages(rewards, num_generations, scale="none"):
-    """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,) in the dtype of `rewards`, float32 if integer.
+    """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,), float32 for integers.
 
     scale: "none" (Dr. GRPO, MiniRL, DeepSeek-V3.2), "group" (GRPO, arXiv:2402.03300: divide by the group's standard
     deviation), "batch" (divide by the standard deviation over all scored samples). The deviation is the unbiased one
@@ -85,7 +85,9 @@ def group_advantages(rewards, num_generations, scale="none"):
             "give a 1-D tensor whose length is a multiple of it"
         )
     if torch.isinf(rewards).any():
-        raise ValueError(f"reward {int(torch.isinf(rewards).nonzero()[0])} is infinite: return a finite reward or None")
+        raise ValueError(
+            f"reward {int(torch.isinf(rewards).nonzero()[0])} is infinite: return a finite reward or None"
+        )
     groups = rewards.double().view(-1, num_generations)
     scored = ~groups.isnan()
     count = scored.sum(1, keepdim=True)
@@ -243,7 +245,9 @@ def support_logps(logits, ids, support):
     token_ids, offsets = (x.to(logits.device).long() for x in support)
     n, t, v = logits.shape
     if offsets.numel() != n * t + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != token_ids.numel():
-        raise ValueError(f"support offsets must hold {n * t + 1} values from 0 to {token_ids.numel()}, row-major over (N, T)")
+        raise ValueError(
+            f"support offsets must hold {n * t + 1} values from 0 to {token_ids.numel()}, row-major over (N, T)"
+        )
     sizes = offsets.diff()
     if (sizes < 0).any() or (token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= v)):
         raise ValueError(f"support offsets must not fall, and token ids must lie in [0, {v})")
@@ -345,36 +349,45 @@ class RLVRConfig(GRPOConfig):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
 
     # data
-    dataset: str = field(default="tiny", metadata={"help": "training rows: tiny, a hub id, or a .jsonl/.json/.parquet"})
+    dataset: str = field(
+        default="tiny", metadata={"help": "training rows: tiny, a hub id, or a .jsonl/.json/.parquet"}
+    )
     dataset_limit: int | None = field(default=None, metadata={"help": "use at most this many rows"})
     prompt_style: str | None = field(
         default=None, metadata={"help": "boxed | answer_line | plain | keep; unset = by the dataset's schema"}
     )
-    max_prompt_tokens: int | None = field(default=None, metadata={"help": "drop rows whose prompt is longer, in tokens"})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "drop rows whose prompt is longer, in tokens"}
+    )
     prompts_per_step: int | None = field(
         default=None, metadata={"help": "prompts of one optimizer step; sets gradient_accumulation_steps by itself"}
     )
     # rollouts
     rollout_dtype: str = field(
-        default="float32", metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 (emulated)"}
+        default="float32",
+        metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 (emulated)"},
     )
     rollout_batch_size: int | None = field(default=None, metadata={"help": "sequences sampled at once; unset = all"})
     # loss
     aggregation: str = field(default="seq_mean_token_mean", metadata={"help": " | ".join(AGGREGATIONS)})
     # reward
     verifier_workers: int = field(default=2, metadata={"help": "math-verify worker processes of each rank"})
-    verifier_timeout_s: float = field(default=5.0, metadata={"help": "wall clock of one verification, seconds"})
-    verifier_memory_mb: int = field(default=2048, metadata={"help": "memory limit of one worker, MB"})
+    verifier_timeout_s: float = field(default=3.0, metadata={"help": "wall clock of one verification, seconds"})
+    verifier_memory_mb: int = field(default=1024, metadata={"help": "memory limit of one worker, MB"})
     exact_answers: bool = field(
         default=False, metadata={"help": "only a literal number counts, not an expression (generated arithmetic)"}
     )
     # evaluation
-    eval_source: str | None = field(default=None, metadata={"help": "held-out rows, as --dataset; unset = no evaluation"})
+    eval_source: str | None = field(
+        default=None, metadata={"help": "held-out rows, as --dataset; unset = no evaluation"}
+    )
     eval_problems: int = field(default=200, metadata={"help": "held-out problems"})
     eval_samples: int = field(default=4, metadata={"help": "samples a problem (accuracy is avg@k)"})
     eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0 = only before and after"})
     # launch
-    expect_processes: int | None = field(default=None, metadata={"help": "stop unless the run has this many processes"})
+    expect_processes: int | None = field(
+        default=None, metadata={"help": "stop unless the run has this many processes"}
+    )
     expect_distributed: str | None = field(
         default=None, metadata={"help": "stop unless distributed as: no | ddp | fsdp | fsdp2 | deepspeed"}
     )
@@ -490,7 +503,9 @@ class RLVRTrainer(GRPOTrainer):
         }
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # all ranks, (N, funcs)
+        rewards = super()._calculate_rewards(
+            inputs, prompts, completions, completion_ids_list
+        )  # all ranks, (N, funcs)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), math.nan)
         return rewards
@@ -581,7 +596,9 @@ class RLVRTrainer(GRPOTrainer):
         self.track("mismatch/extreme_frac", (torch.maximum(mismatch, 1 / mismatch) > 2).float(), mask)  # F(2)
         self.track("ratio", ratio, mask, quantiles=True)
         self.track("omega", omega, mask, quantiles=True)
-        self.track("rho", sequence_weight(batch.logps, batch.rollout_logps, mask), mask.any(1, keepdim=True), quantiles=True)
+        self.track(
+            "rho", sequence_weight(batch.logps, batch.rollout_logps, mask), mask.any(1, keepdim=True), quantiles=True
+        )
 
     def flush(self):
         """Reduce the window into TRL's metric store when the optimizer step (or an evaluation batch) is complete."""
@@ -760,15 +777,22 @@ def load_rows(args, tokenizer):
     say(f"train: {load_math_rows_report(train)}")
     if args.max_prompt_tokens is not None:
         kept = train.filter(
-            lambda row: len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)) <= args.max_prompt_tokens
+            lambda row: (
+                len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False))
+                <= args.max_prompt_tokens
+            )
         )
-        say(f"train: {len(train) - len(kept)} of {len(train)} prompts longer than {args.max_prompt_tokens} tokens dropped")
+        say(
+            f"train: {len(train) - len(kept)} of {len(train)} prompts longer than {args.max_prompt_tokens} tokens dropped"
+        )
         train = kept
     if not len(train):
         raise ValueError(f"--dataset {args.dataset}: no row is left; raise --max_prompt_tokens")
     if args.eval_source is None:
         return train, None
-    held_out = load_math_rows(args.eval_source, limit=args.eval_problems, seed=args.seed, prompt_style=args.prompt_style)
+    held_out = load_math_rows(
+        args.eval_source, limit=args.eval_problems, seed=args.seed, prompt_style=args.prompt_style
+    )
     say(f"held-out: {load_math_rows_report(held_out)}")
     return train, held_out
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from accelerate.commands.config import config_args
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 REPO = Path(__file__).resolve().parent
@@ -73,8 +75,12 @@ def make_parser(config_class, doc, show_all=False):
     parser = TrlParser(
         (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
     )
-    parser.add_argument("--help", "-h", "--help_all", action="store_true", help="this text; --help_all: every option of TRL")
-    own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__) | set(config_class.__annotations__)
+    parser.add_argument(
+        "--help", "-h", "--help_all", action="store_true", help="this text; --help_all: every option of TRL"
+    )
+    own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__) | set(
+        config_class.__annotations__
+    )
     for action in parser._actions:
         negation = any(option.startswith("--no_") for option in action.option_strings)
         if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
@@ -90,8 +96,13 @@ def parse_args(config_class, doc, argv=None):
     Authority: command line, then `--config file.yaml`, then the dataclass. With neither --config nor
     --model_name_or_path the embedded default (recipes/configs/tiny.yaml) is used. Unknown flags and keys are errors.
     """
+    quiet_libraries()
     argv = list(sys.argv[1:] if argv is None else argv)
-    argv = [part for arg in map(one_spelling, argv) for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    argv = [
+        part
+        for arg in map(one_spelling, argv)
+        for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])
+    ]
     given = {arg.split("=")[0] for arg in argv}
     if given & {"--help", "-h", "--help_all"}:
         print(make_parser(config_class, doc, show_all="--help_all" in given).format_help())
@@ -110,10 +121,18 @@ def parse_args(config_class, doc, argv=None):
     return args, model_args
 
 
+def quiet_libraries():
+    """Keep the screen for what a run says: no bars for loading a file, no notices about names that TRL itself still uses."""
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+
+
 def model_options(args, model_args):
     """How TRL loads the policy and the reference: weights in float32 (bf16 is autocast), unless --dtype says otherwise."""
     if model_args.load_in_8bit or model_args.load_in_4bit:
-        raise ValueError("--load_in_8bit / --load_in_4bit: quantised training weights are not supported, drop the flag")
+        raise ValueError(
+            "--load_in_8bit / --load_in_4bit: quantised training weights are not supported, drop the flag"
+        )
     options = {"dtype": model_args.dtype or "float32", "revision": model_args.model_revision}
     if model_args.attn_implementation:
         options["attn_implementation"] = model_args.attn_implementation
@@ -221,11 +240,15 @@ def settle_output_dir(args, explicit):
                 )
             checkpoint = max(complete, key=lambda p: int(p.name.split("-")[1]))
         elif not (checkpoint / "trainer_state.json").exists():
-            raise FileNotFoundError(f"--resume_from_checkpoint {checkpoint} is no checkpoint: it has no trainer_state.json")
+            raise FileNotFoundError(
+                f"--resume_from_checkpoint {checkpoint} is no checkpoint: it has no trainer_state.json"
+            )
         elif not explicit:
             folder = checkpoint.parent
         elif folder != checkpoint.parent and holds_a_run(folder):
-            raise ValueError(f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder")
+            raise ValueError(
+                f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder"
+            )
         args.resume_from_checkpoint = str(checkpoint)
     elif holds_a_run(folder):
         if explicit:
@@ -284,7 +307,9 @@ def derive_accumulation(config):
     sequences = config.prompts_per_step * config.num_generations
     at_once = config.per_device_train_batch_size * world_size()
     if sequences % at_once:
-        valid = [p for p in range(1, 4 * config.prompts_per_step + at_once) if p * config.num_generations % at_once == 0]
+        valid = [
+            p for p in range(1, 4 * config.prompts_per_step + at_once) if p * config.num_generations % at_once == 0
+        ]
         raise ValueError(
             f"prompts_per_step {config.prompts_per_step} x num_generations {config.num_generations} = {sequences} sequences do "
             f"not divide over {world_size()} process(es) x per_device_train_batch_size {config.per_device_train_batch_size}: "
@@ -324,9 +349,10 @@ def check_batch(config):
             f"--num_generations {nearest(generations, [d for d in range(2, sequences + 1) if sequences % d == 0])}"
         )
     if chunks % accumulation:
+        valid = nearest(chunks, range(accumulation, 4 * chunks + accumulation, accumulation))
         raise ValueError(
             f"steps_per_generation {chunks} is no multiple of gradient_accumulation_steps {accumulation}: an optimizer step "
-            f"would mix two samplings, and its denominator could not be fixed beforehand: use {nearest(chunks, range(accumulation, 4 * chunks + accumulation, accumulation))}"
+            f"would mix two samplings, and its denominator could not be fixed beforehand: use {valid}"
         )
 
 
@@ -355,10 +381,14 @@ def requested_processes():
         return None
     for i, word in enumerate(command):
         module = word == "accelerate.commands.launch" and command[i - 1] == "-m"
-        script = Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate"
+        script = (
+            Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate"
+        )
         if module or script:
             request, _ = launch_command_parser().parse_known_args(command[i + 1 :])
-            by_default = os.path.isfile(config_args.default_config_file) and not request.cpu  # as accelerate decides it
+            by_default = (
+                os.path.isfile(config_args.default_config_file) and not request.cpu
+            )  # as accelerate decides it
             if request.num_processes is None and (request.config_file is not None or by_default):
                 return config_args.load_config_from_file(request.config_file).num_processes
             return request.num_processes
@@ -371,8 +401,9 @@ def check_processes(args):
     for source, asked in (("--expect_processes", args.expect_processes), ("accelerate launch", requested_processes())):
         if asked is not None and asked != actual:
             raise ValueError(
-                f"{source} asks for {asked} process(es) but this run has {actual}: on CPUs launch with `ACCELERATE_USE_CPU=true "
-                f"accelerate launch --multi_gpu --num_processes {asked} ...` or `ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} ...`"
+                f"{source} asks for {asked} process(es) but this run has {actual}: on CPUs launch with "
+                f"`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {asked} ...` or "
+                f"`ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} ...`"
             )
 
 

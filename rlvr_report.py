@@ -78,7 +78,7 @@ def plot_curves(records, path, title=""):
         axis.set_title(panel)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-        if panel in LOG_SCALE:
+        if panel in LOG_SCALE and any(value > 0 for name in names for value in series(records, name)[1]):
             axis.set_yscale("log")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
@@ -118,7 +118,9 @@ class RunReport(TrainerCallback):
         if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
             kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
             self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step")
+        self.bar = tqdm(
+            total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step"
+        )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:

@@ -93,7 +93,10 @@ def main():
                 seconds, length = block(kind, rows, tokenizer, verifier, steps)
                 times[kind] += seconds
                 lengths[kind].append(length)
-                print(f"round {turn + 1}/{rounds} {kind:>5}: {statistics.median(seconds):.3f} s a step, {length:.1f} tokens", flush=True)
+                print(
+                    f"round {turn + 1}/{rounds} {kind:>5}: {statistics.median(seconds):.3f} s a step, {length:.1f} tokens",
+                    flush=True,
+                )
     medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     ratio = medians["ours"] / medians["stock"]
     figures = {

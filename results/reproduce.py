@@ -8,10 +8,12 @@ Writes results/<claim>/report.md, metrics.jsonl (every arm, seed and step) and c
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -35,14 +37,23 @@ KEPT = (
 )  # fmt: skip
 
 
-def run_arm(name, options, seed, steps, folder):
+def run_arm(name, options, seed, steps, folder, jobs):
     """One training run as a user would start it -> its metrics records and wall-clock minutes."""
-    command = [sys.executable, str(REPO / "recipes" / "grpo_tokenclip.py"), "--output_dir", str(folder), "--rollout_dtype", "fp8"]
+    command = [
+        sys.executable,
+        str(REPO / "recipes" / "grpo_tokenclip.py"),
+        "--output_dir",
+        str(folder),
+        "--rollout_dtype",
+        "fp8",
+    ]
     command += ["--seed", str(seed), *(["--max_steps", str(steps)] if steps else []), *options]
     start = time.monotonic()
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))}
     with (folder.parent / f"{folder.name}.log").open("w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, env=env)
     minutes = (time.monotonic() - start) / 60
+    print(f"seed {seed}: {name}: {minutes:.1f} minutes", flush=True)
     return read_metrics(folder / "metrics.jsonl"), minutes
 
 
@@ -66,7 +77,9 @@ def curves(runs, path):
             columns = list(zip(*lines, strict=True))
             steps = range(1, len(columns) + 1)
             axis.plot(steps, [statistics.mean(c) for c in columns], color=f"C{color}", label=arm)
-            axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=f"C{color}", alpha=0.15)
+            axis.fill_between(
+                steps, [min(c) for c in columns], [max(c) for c in columns], color=f"C{color}", alpha=0.15
+            )
         axis.set_title(metric)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
@@ -105,16 +118,17 @@ def fill(path, lines):
     path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
 
 
-def grpo_tokenclip(seeds, steps, out):
+def grpo_tokenclip(seeds, steps, out, jobs):
     out.mkdir(parents=True, exist_ok=True)
     work = REPO / "runs" / "reproduce" / time.strftime("grpo_tokenclip-%Y%m%d-%H%M%S")
     work.mkdir(parents=True)
-    runs = {}
-    for seed in seeds:
-        for arm, options in ARMS.items():
-            print(f"seed {seed}: {arm} ...", flush=True)
-            name = f"{list(ARMS).index(arm)}-{seed}"
-            runs.setdefault(arm, {})[seed] = run_arm(arm, options, seed, steps, work / name)
+    runs, waiting = {arm: {} for arm in ARMS}, {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed in seeds:
+            for i, (arm, options) in enumerate(ARMS.items()):
+                waiting[arm, seed] = pool.submit(run_arm, arm, options, seed, steps, work / f"{i}-{seed}", jobs)
+        for (arm, seed), future in waiting.items():
+            runs[arm][seed] = future.result()
     with (out / "metrics.jsonl").open("w") as file:
         for arm, by_seed in runs.items():
             for seed, (records, _) in by_seed.items():
@@ -125,8 +139,13 @@ def grpo_tokenclip(seeds, steps, out):
     rows = list(table_rows(runs))
     head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
             "tokens masked %", "sequences masked %", "minutes", "smallest gain"]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-    command = f"python results/reproduce.py grpo_tokenclip --seeds {' '.join(map(str, seeds))}" + (f" --steps {steps}" if steps else "")
+    lines = [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    command = f"python results/reproduce.py grpo_tokenclip --seeds {' '.join(map(str, seeds))}"
+    command += (f" --steps {steps}" if steps else "") + (f" --jobs {jobs}" if jobs > 1 else "")
     fill(out / "report.md", [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines])
     print("\n".join(lines))
     print(json.dumps({"claim": "grpo_tokenclip", "out": str(out), "runs": len(seeds) * len(ARMS)}))
@@ -140,10 +159,11 @@ def main():
     parser.add_argument("claim", choices=CLAIMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the embedded default's; goes to runs/")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; each gets its share of the cores")
     args = parser.parse_args()
     full = args.steps is None and len(args.seeds) >= 3
     out = (REPO / "results" if full else REPO / "runs" / "quick") / args.claim
-    CLAIMS[args.claim](args.seeds, args.steps, out)
+    CLAIMS[args.claim](args.seeds, args.steps, out, args.jobs)
 
 
 if __name__ == "__main__":

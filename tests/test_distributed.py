@@ -66,7 +66,12 @@ def test_ddp_equals_one_process(one_process, tmp_path):
 @pytest.mark.slow
 def test_fsdp2_equals_one_process(one_process, tmp_path):
     two = launch(
-        2, tmp_path / "run", "--per_device_train_batch_size=8", *FSDP2, "--expect_distributed=fsdp2", script="tests/fsdp2_on_cpu.py"
+        2,
+        tmp_path / "run",
+        "--per_device_train_batch_size=8",
+        *FSDP2,
+        "--expect_distributed=fsdp2",
+        script="tests/fsdp2_on_cpu.py",
     )
     compare(one_process, two)
 
@@ -88,8 +93,18 @@ def test_two_processes_resume_bit_for_bit(tmp_path, kind):
 @pytest.mark.slow
 def test_fsdp_that_is_silently_ddp_stops_the_run(tmp_path):
     """What accelerate does with an FSDP request on CPUs: the run must not go on as DDP."""
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    env = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(REPO / "recipes" / "grpo_tokenclip.py"), *RUN, f"--output_dir={tmp_path / 'run'}", "--per_device_train_batch_size=8"]
+    command += [
+        str(REPO / "recipes" / "grpo_tokenclip.py"),
+        *RUN,
+        f"--output_dir={tmp_path / 'run'}",
+        "--per_device_train_batch_size=8",
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "asked for distributed type fsdp2, running as ddp" in done.stdout + done.stderr

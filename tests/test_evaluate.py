@@ -159,9 +159,12 @@ def test_bootstrap_interval_of_little():
 # ---- runs: the shipped tiny model on 10 held-out problems, 3 samples each, 2 problems at once ----
 
 
+# Temperature 1.2, so that the samples of a problem differ however sure the model is.
+OPTIONS = {"limit": 10, "samples": 3, "batch_size": 6, "temperature": 1.2, "verifier_workers": 1}
+
+
 def config(folder, **changes):
-    settings = {"limit": 10, "samples": 3, "batch_size": 6, "verifier_workers": 1, "output_dir": str(folder)}
-    return ev.EvaluateConfig(**settings | changes)
+    return ev.EvaluateConfig(**OPTIONS | {"output_dir": str(folder)} | changes)
 
 
 def run(folder, **changes):
@@ -195,7 +198,8 @@ def test_a_run_and_its_summary(whole):
     metrics = summary["metrics"]
     assert list(metrics) == ["avg@3", "pass@1", "pass@2", "pass@3", "maj@1", "maj@2", "maj@3"]
     assert metrics["avg@3"]["value"] == pytest.approx(np.mean(rewards))
-    assert metrics["pass@1"]["value"] == metrics["avg@3"]["value"] == pytest.approx(metrics["maj@1"]["value"])
+    for name in ("pass@1", "maj@1"):
+        assert metrics[name]["value"] == pytest.approx(metrics["avg@3"]["value"])
     assert metrics["pass@3"]["value"] == pytest.approx(np.mean([max(r) for r in rewards]))
     assert 0 < metrics["avg@3"]["value"] < metrics["pass@3"]["value"]
     for metric in metrics.values():
@@ -273,7 +277,7 @@ def test_files_of_other_processes_are_merged(whole, tmp_path, monkeypatch):
 def test_a_killed_process_resumes(whole, tmp_path):
     """The command line in another folder, killed with SIGKILL once it has written; then finished here."""
     folder = tmp_path / "run"
-    options = {"limit": 10, "samples": 3, "batch_size": 6, "verifier_workers": 1, "output_dir": folder}
+    options = OPTIONS | {"output_dir": folder}
     command = [sys.executable, REPO / "recipes" / "evaluate.py", *(f"--{k}={v}" for k, v in options.items())]
     process = subprocess.Popen(
         command,
@@ -315,7 +319,7 @@ def test_the_sampling_options_reach_the_engine(two_problems, tmp_path):
     assert max(len(text) for text in texts_of(tmp_path / "short", **two_problems | {"max_new_tokens": 2})) < 12
 
 
-@pytest.mark.parametrize(("changes", "right"), [({"exact_answers": True}, 0), ({}, 1), ({"rel_tol": 0.5}, 1)])
+@pytest.mark.parametrize(("changes", "right"), [({"exact_answers": True}, 0), ({"rel_tol": 0.5}, 1)])
 def test_the_verifier_options_reach_the_verifier(two_problems, tmp_path, changes, right):
     path = Path(two_problems["source"])
     path.write_text(json.dumps({"problem": "What is 17 * 2?", "answer": "34"}))
@@ -336,7 +340,7 @@ def test_the_verifier_options_reach_the_verifier(two_problems, tmp_path, changes
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"temperature": 0.7}, "temperature 1.0, not 0.7"),
+        ({"temperature": 0.7}, "temperature 1.2, not 0.7"),
         ({"samples": 4}, "samples 3, not 4"),
         ({"seed": 1}, "seed 0, not 1"),
         ({"limit": 9}, "problems 10, not 9"),
@@ -499,7 +503,7 @@ def test_help_and_config_file(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_bytes(whole, tmp_path):
-    options = {"limit": 10, "samples": 3, "batch_size": 6, "verifier_workers": 1, "output_dir": tmp_path / "run"}
+    options = OPTIONS | {"output_dir": tmp_path / "run"}
     command = ["-m", "torch.distributed.run", "--nproc_per_node=2", REPO / "recipes" / "evaluate.py"]
     command += [f"--{k}={v}" for k, v in options.items()] + ["--expect_processes=2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -5,12 +5,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpo_tokenclip
 import pytest
-from grpo_tokenclip import GRPOTokenClipConfig
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import grpo_tokenclip
+from grpo_tokenclip import GRPOTokenClipConfig
 from rlvr_common import HINTS, LOSS_FLAGS, SAMPLER_FLAGS, RLVRConfig, refuse_unused
 
 REPO = Path(__file__).resolve().parents[1]

@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpo_tokenclip
 import psutil
 import pytest
 import torch
 import yaml
 from accelerate.utils import DistributedType
-from grpo_tokenclip import GRPOTokenClipConfig
 from trl import GRPOConfig
 
+import grpo_tokenclip
 import rlvr_launch
 import rlvr_report
+from grpo_tokenclip import GRPOTokenClipConfig
 from rlvr_common import RLVRConfig
 from rlvr_launch import (
     COMMON_OPTIONS,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_tokenclip import GRPOTokenClipTrainer
 
+from grpo_tokenclip import GRPOTokenClipTrainer
 from rlvr_common import (
     AGGREGATIONS,
     RLVRTrainer,

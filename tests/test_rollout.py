@@ -490,6 +490,8 @@ def test_training_dtype_may_differ(dtype):
     engine = engine_of(model)
     assert engine.model.dtype == torch.float32
     assert torch.equal(engine.model.lm_head.weight, model.lm_head.weight.float())
+    frequencies = qwen3().model.rotary_emb.inv_freq  # .to() rounded those of the training model
+    assert torch.equal(engine.model.model.rotary_emb.inv_freq, frequencies)
 
 
 def test_models_that_do_not_match_are_refused_by_name():

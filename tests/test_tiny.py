@@ -1,8 +1,10 @@
-"""The embedded default: problems, split, tokenizer, template and checkpoint. Every answer is found again another way."""
+"""The embedded default: problems, split, tokenizer, template, checkpoint. Every answer is found a second way."""
+
 import ast
 import hashlib
 import itertools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -37,16 +39,17 @@ def rows():
     return {split: make_rows(split, 2400) for split in ("train", "heldout")}
 
 
-# --- answers, by reading the text -------------------------------------------------------------------------------------
+# --- answers, by reading the text ------------------------------------------------------------------------------------
 
 
 def evaluate(expression, x=0):
     """A value by walking the syntax tree: no `eval`, nothing shared with the generator. 3x is 3*x."""
+    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
     def walk(node):
         if isinstance(node, ast.BinOp):
-            a, b = walk(node.left), walk(node.right)
-            return {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b}[type(node.op)]
-        return Fraction(x) if isinstance(node, ast.Name) else Fraction(node.value)
+            return operators[type(node.op)](walk(node.left), walk(node.right))
+        return x if isinstance(node, ast.Name) else node.value
 
     return walk(ast.parse(re.sub(r"(\d)x", r"\1*x", expression), mode="eval").body)
 
@@ -56,12 +59,15 @@ def solved(problem):
     if m := re.fullmatch(r"Compute (.+)\.", problem):
         return evaluate(m[1])
     if m := re.fullmatch(r"Remainder of (\d+)/(\d+)\?", problem):
-        return next(r for r in range(int(m[2])) if any(int(m[2]) * q + r == int(m[1]) for q in range(500)))
+        rest = int(m[1])
+        while rest >= int(m[2]):
+            rest -= int(m[2])
+        return rest
     if m := re.fullmatch(r"Larger of (.+) and (.+)\?", problem):
         a, b = evaluate(m[1]), evaluate(m[2])
         return a if a > b else b
     if m := re.fullmatch(r"Solve (.+)=(.+)\.", problem):
-        (x,) = [x for x in range(1000) if evaluate(m[1], x) == evaluate(m[2], x)]
+        (x,) = [x for x in range(100) if evaluate(m[1], x) == evaluate(m[2], x)]
         return x
     if m := re.fullmatch(r"(Second )?(smallest|largest) of (.+)\?", problem, re.IGNORECASE):
         left = [int(number) for number in m[3].split(",")]
@@ -73,11 +79,18 @@ def solved(problem):
         (r"Ann has (\d+) pens and buys (\d+) more. How many pens\?", lambda a, b: a + b),
         (r"Ann has (\d+) pens and loses (\d+). How many pens\?", lambda a, b: a - b),
         (r"Tom has (\d+) eggs and (\d+) boxes of (\d+). How many eggs\?", lambda a, b, c: a + sum([c] * b)),
-        (r"(\d+) friends share (\d+) eggs, then each buys (\d+) more. How many each\?", lambda a, b, c: Fraction(b, a) + c),
-        (r"Eve has (\d+) coins, buys (\d+) cakes at (\d+) each and finds (\d+). How many coins\?",
-         lambda a, b, c, d: a - sum([c] * b) + d),
-        (r"Eve sells (\d+) cakes at (\d+) and (\d+) pies at (\d+). How many coins\?",
-         lambda a, b, c, d: sum([b] * a) + sum([d] * c)),
+        (
+            r"(\d+) friends share (\d+) eggs, then each buys (\d+) more. How many each\?",
+            lambda a, b, c: Fraction(b, a) + c,
+        ),
+        (
+            r"Eve has (\d+) coins, buys (\d+) cakes at (\d+) each and finds (\d+). How many coins\?",
+            lambda a, b, c, d: a - sum([c] * b) + d,
+        ),
+        (
+            r"Eve sells (\d+) cakes at (\d+) and (\d+) pies at (\d+). How many coins\?",
+            lambda a, b, c, d: sum([b] * a) + sum([d] * c),
+        ),
     ):
         if m := re.fullmatch(pattern, problem):
             return value(*map(int, m.groups()))
@@ -111,31 +124,38 @@ def test_a_clean_rationale_is_true_line_by_line_and_ends_in_the_box(style):
 
 def test_rows_are_balanced_distinct_and_prefix_stable(rows):
     for split, part in rows.items():
-        cells = [(row["kind"], row["level"]) for row in part]
-        assert {cell: cells.count(cell) for cell in set(cells)} == dict.fromkeys(itertools.product(KINDS, LEVELS), 100)
+        cells = [(row["kind"], row["level"]) for row in part[:240]]
+        assert {cell: cells.count(cell) for cell in set(cells)} == dict.fromkeys(itertools.product(KINDS, LEVELS), 10)
         assert len({row["problem"] for row in part}) == len(part)
         assert make_rows(split, 100) == part[:100]
     assert {(r["kind"], r["level"]) for r in make_rows("train", 50, kinds=["sum", "word"], levels=[2])} == {
-        ("sum", 2), ("word", 2)}
-    mixed = make_rows("heldout", 300, kinds=["product", "sum"], levels=[1])  # products end, sums go on
-    assert len({row["problem"] for row in mixed}) == 300
+        ("sum", 2),
+        ("word", 2),
+    }
+    mixed = make_rows("heldout", 100, kinds=["product", "sum"], levels=[1])  # products end, sums go on
+    assert len({row["problem"] for row in mixed}) == 100
     assert make_rows("train", 20, seed=1) != make_rows("train", 20, seed=2)
 
 
 def test_same_rows_in_another_process_and_forever():
     """A pinned digest: a change of the task's text is a change of the shipped checkpoint's task, never an accident."""
-    code = ("import hashlib, json; from tiny.tasks import make_rows; "
-            "rows = [r for s in ('train', 'heldout') for r in make_rows(s, 240, seed=5, style='split', lazy=.2, slip=.3)]; "
-            "print(hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest())")
+    code = (
+        "import hashlib, json; from tiny.tasks import make_rows; "
+        "rows = [r for s in ('train', 'heldout') for r in make_rows(s, 240, 5, style='split', lazy=.2, slip=.3)]; "
+        "print(hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest())"
+    )
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    here = [row for split in ("train", "heldout")
-            for row in make_rows(split, 240, seed=5, style="split", lazy=0.2, slip=0.3)]
+    here = [
+        row
+        for split in ("train", "heldout")
+        for row in make_rows(split, 240, seed=5, style="split", lazy=0.2, slip=0.3)
+    ]
     digest = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()
     assert other.stdout.strip() == digest == PINNED
 
 
-# --- the split --------------------------------------------------------------------------------------------------------
+# --- the split -------------------------------------------------------------------------------------------------------
 
 
 def test_split_is_a_function_of_the_text(rows):
@@ -147,19 +167,20 @@ def test_split_is_a_function_of_the_text(rows):
         seen[split] |= {row["problem"] for row in rows[split]}
         assert {split_of(problem) for problem in seen[split]} == {split}
     assert not seen["train"] & seen["heldout"]
-    numbers = {split: {tuple(sorted(map(int, re.findall(r"\d+", p)))) for p in problems} for split, problems in seen.items()}
+    numbers = {
+        split: {tuple(sorted(map(int, re.findall(r"\d+", p)))) for p in problems} for split, problems in seen.items()
+    }
     assert not numbers["train"] & numbers["heldout"]  # not even in another order, wording or kind
 
 
 def test_a_whole_small_kind_splits_into_two_disjoint_parts():
-    """All 464 problems of product level 1, enumerated: each on exactly one side, about one in five held out."""
-    problems = {f"Compute {a}*{b}." for x in range(11, 40) for y in range(2, 10) for a, b in ((x, y), (y, x))}
+    """All 64 problems of product level 1, enumerated: each on exactly one side, about one in five held out."""
+    problems = {f"Compute {a}*{b}." for a, b in itertools.product(range(2, 10), repeat=2)}
     sides = {side: {p for p in problems if split_of(p) == side} for side in ("train", "heldout")}
     assert sides["train"] | sides["heldout"] == problems and not sides["train"] & sides["heldout"]
     assert 0.1 < len(sides["heldout"]) / len(problems) < 0.3
     for side, own in sides.items():
-        got = {row["problem"] for row in make_rows(side, int(len(own) * 0.9), kinds=["product"], levels=[1])}
-        assert got <= own
+        assert {row["problem"] for row in make_rows(side, len(own), kinds=["product"], levels=[1])} == own
 
 
 def test_order_and_wording_do_not_change_the_side():
@@ -167,10 +188,12 @@ def test_order_and_wording_do_not_change_the_side():
         numbers = re.findall(r"\d+", row["problem"])
         for order in itertools.islice(itertools.permutations(numbers), 24):
             assert split_of("Anything about " + " or ".join(order) + "!") == "heldout"
-    assert split_of("Compute 1+23.") != split_of("Compute 12+3.") or split_of("Compute 1+24.") != split_of("Compute 12+4.")
+    assert split_of("Compute 1+23.") != split_of("Compute 12+3.") or split_of("Compute 1+24.") != split_of(
+        "Compute 12+4."
+    )
 
 
-# --- the sloppy teacher, the judge, the errors ------------------------------------------------------------------------
+# --- the sloppy teacher, the judge, the errors -----------------------------------------------------------------------
 
 
 def test_sloppy_teacher_keeps_the_answers_and_errs_as_told():
@@ -188,24 +211,49 @@ def test_sloppy_teacher_keeps_the_answers_and_errs_as_told():
     assert 0.75 < sum(wrong) / n < 1  # a slip may not matter, as in sorting what is not asked for
 
 
-@pytest.mark.parametrize("text, right", [
-    ("\\boxed{68}", True), ("23+45=68\n\\boxed{68}", True), ("\\boxed{ 68 }", True), ("\\boxed{068}", True),
-    ("\\boxed{1} no, \\boxed{68}", True), ("\\boxed{68} or \\boxed{1}", False), ("\\boxed{68} then \\boxed{6", False),
-    ("\\boxed{68", False), ("68", False), ("", False), ("\\boxed{}", False), ("\\boxed{23+45}", False),
-    ("\\boxed{68.0}", False), ("\\boxed{-68}", False), ("\\boxed{6 8}", False), ("\\boxed{\\boxed{68}}", True),
-])
+@pytest.mark.parametrize(
+    "text, right",
+    [
+        ("\\boxed{68}", True),
+        ("23+45=68\n\\boxed{68}", True),
+        ("\\boxed{ 68 }", True),
+        ("\\boxed{068}", True),
+        ("\\boxed{1} no, \\boxed{68}", True),
+        ("\\boxed{68} or \\boxed{1}", False),
+        ("\\boxed{68} then \\boxed{6", False),
+        ("\\boxed{68", False),
+        ("68", False),
+        ("", False),
+        ("\\boxed{}", False),
+        ("\\boxed{23+45}", False),
+        ("\\boxed{68.0}", False),
+        ("\\boxed{-68}", False),
+        ("\\boxed{6 8}", False),
+        ("\\boxed{\\boxed{68}}", True),
+    ],
+)
 def test_is_right_wants_one_plain_integer_in_the_last_box(text, right):
     assert is_right(text, "68") is right
     assert is_right(text, 68) is right
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(split="test", n=1), "'test'.*train, heldout"), (dict(split="train", n=0), "n=0"),
-    (dict(split="train", n=1, kinds=["sums"]), "'sums'.*equation"), (dict(split="train", n=1, levels=[0]), r"\[0\].*1, 2, 3"),
-    (dict(split="train", n=1, kinds=[]), "kinds is empty"), (dict(split="train", n=1, style="poem"), "poem.*steps"),
-    (dict(split="train", n=1, lazy=1.5), "lazy=1.5"), (dict(split="train", n=1, slip=-1), "slip=-1"),
-    (dict(split="heldout", n=500, kinds=["product"], levels=[1]), r"n=500.*only \d\d different heldout problems"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"split": "test", "n": 1}, "'test'.*train, heldout"),
+        ({"split": "train", "n": 0}, "n=0"),
+        ({"split": "train", "n": 1, "kinds": ["sums"]}, "'sums'.*equation"),
+        ({"split": "train", "n": 1, "levels": [0]}, r"\[0\].*1, 2, 3"),
+        ({"split": "train", "n": 1, "kinds": []}, "kinds is empty"),
+        ({"split": "train", "n": 1, "style": "poem"}, "poem.*steps"),
+        ({"split": "train", "n": 1, "lazy": 1.5}, "lazy=1.5"),
+        ({"split": "train", "n": 1, "slip": -1}, "slip=-1"),
+        (
+            {"split": "heldout", "n": 500, "kinds": ["product"], "levels": [1]},
+            "only 11 different heldout problems of n=500",
+        ),
+    ],
+)
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_rows(**arguments)
@@ -213,13 +261,23 @@ def test_bad_arguments_are_named(arguments, message):
         split_of("Hello")
 
 
-# --- tokenizer and template -------------------------------------------------------------------------------------------
+# --- tokenizer and template ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [
-    "Compute 23+45.", "Ann has 12 pens.\n\n  two  spaces\ttab", "答案是34。", "naïve café € ∑ 😀 \u202b", "a" * 300, "\x00\x7f",
-    "<think>hm</think> 1,234,567 \\boxed{\\frac{1}{2}}", " ", "\r\n",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Compute 23+45.",
+        "Ann has 12 pens.\n\n  two  spaces\ttab",
+        "答案是34。",
+        "naïve café € ∑ 😀 \u202b",
+        "a" * 300,
+        "\x00\x7f",
+        "<think>hm</think> 1,234,567 \\boxed{\\frac{1}{2}}",
+        " ",
+        "\r\n",
+    ],
+)
 def test_text_survives_the_tokenizer(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
@@ -228,18 +286,38 @@ def test_text_survives_the_tokenizer(tokenizer, text):
 
 def test_digits_roles_and_specials_are_single_tokens(tokenizer):
     assert tokenizer.tokenize("1234567890") == list("1234567890")
-    for token in ("user", "assistant", "system", "\\boxed", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"):
+    for token in (
+        "user",
+        "assistant",
+        "system",
+        "\\boxed",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<think>",
+        "</think>",
+    ):
         assert len(tokenizer(token)["input_ids"]) == 1, token
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == (
+        "<|im_end|>",
+        "<|endoftext|>",
+        "left",
+    )
     assert len(tokenizer) <= 512
     assert tokenizer.decode(tokenizer("7<|im_end|><|endoftext|>")["input_ids"], skip_special_tokens=True) == "7"
 
 
 def test_template_renders_chatml(tokenizer):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Compute 1+2."},
-             {"role": "assistant", "content": "\\boxed{3}"}]
-    system, user, assistant = ("<|im_start|>system\nBe brief.<|im_end|>\n", "<|im_start|>user\nCompute 1+2.<|im_end|>\n",
-                               "<|im_start|>assistant\n\\boxed{3}<|im_end|>\n")
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Compute 1+2."},
+        {"role": "assistant", "content": "\\boxed{3}"},
+    ]
+    system, user, assistant = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n",
+        "<|im_start|>user\nCompute 1+2.<|im_end|>\n",
+        "<|im_start|>assistant\n\\boxed{3}<|im_end|>\n",
+    )
     render = lambda *a, **kw: tokenizer.apply_chat_template(*a, tokenize=False, **kw)  # noqa: E731
     assert render(turns) == system + user + assistant
     assert render(turns[1:]) == user + assistant
@@ -260,20 +338,25 @@ def test_completions_are_short(tokenizer, rows):
     """Rollouts stay quick: 64 new tokens hold every clean solution in the default style, 48 nearly every one."""
     lengths = [len(tokenizer(row["rationale"] + "<|im_end|>")["input_ids"]) for row in rows["train"]]
     assert max(lengths) <= 64 and sum(length <= 48 for length in lengths) / len(lengths) > 0.97
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": row["problem"]}], add_generation_prompt=True)
-               for row in rows["train"]]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": row["problem"]}], add_generation_prompt=True)
+        for row in rows["train"]
+    ]
     assert max(len(prompt["input_ids"]) for prompt in prompts) <= 48
 
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
+# --- checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def test_checkpoint_loads_offline_in_a_fresh_process():
-    code = ("from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-            f"print(type(M.from_pretrained({str(FOLDER)!r})).__name__, T.from_pretrained({str(FOLDER)!r}).eos_token)")
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"print(type(M.from_pretrained({str(FOLDER)!r})).__name__, T.from_pretrained({str(FOLDER)!r}).eos_token)"
+    )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment,
-                          cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd="/"
+    )
     assert done.stdout.split() == ["Qwen3ForCausalLM", "<|im_end|>"]
 
 
@@ -289,13 +372,19 @@ def test_checkpoint_is_a_small_real_qwen3(model, tokenizer):
 
 def test_folder_is_small_and_complete():
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(files) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-                          "tokenizer_config.json", "chat_template.jinja"}
+    assert set(files) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
     assert sum(files.values()) <= 2.5 * 2**20
 
 
 def test_shipped_checkpoint_leaves_rl_its_work(model, tokenizer):
-    """Held-out accuracy at temperature 1 between 30 and 60 %, in every level's mean above nothing and below mastery."""
+    """Held-out accuracy at temperature 1 between 30 and 60 %: often right, never reliably."""
     from recipes.cold_start import accuracy_table
 
     torch.manual_seed(0)
@@ -305,13 +394,33 @@ def test_shipped_checkpoint_leaves_rl_its_work(model, tokenizer):
 
 @pytest.mark.slow
 def test_remaking_the_checkpoint_lowers_the_loss_and_repeats(tmp_path):
-    """The recipe as a user launches it, from another folder, twice for 40 steps: loss falls, same seed = same weights."""
+    """The recipe as a user launches it, from another folder, for 40 steps: loss falls, same seed = same weights."""
     weights = []
     for name in ("a", "b"):
         out = subprocess.run(
-            [sys.executable, "-m", "accelerate.commands.launch", str(ROOT / "recipes" / "cold_start.py"), "--max_steps", "40",
-             "--output_dir", str(tmp_path / name), "--logging_steps", "10", "--copies", "1", "--heldout_rows", "24"],
-            capture_output=True, text=True, cwd=tmp_path, timeout=900)
+            [
+                sys.executable,
+                "-m",
+                "accelerate.commands.launch",
+                str(ROOT / "recipes" / "cold_start.py"),
+                "--max_steps",
+                "40",
+                "--lazy_steps",
+                "4",
+                "--output_dir",
+                str(tmp_path / name),
+                "--logging_steps",
+                "10",
+                "--copies",
+                "1",
+                "--heldout_rows",
+                "24",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=900,
+        )
         assert out.returncode == 0, out.stderr[-2000:]
         losses = [float(x) for x in re.findall(r"'loss': '([\d.]+)'", out.stdout)]
         assert len(losses) == 4 and losses[-1] < losses[0] - 1

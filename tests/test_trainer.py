@@ -7,10 +7,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from training import MODEL, equal, history, largest_difference, make_ours, make_stock, numbers, weights
 
 from rlvr_common import RLVRTrainer, run
 from rlvr_report import read_metrics
+from training import MODEL, equal, history, largest_difference, make_ours, make_stock, numbers, weights
 
 # --- parity with stock TRL over 6 steps -------------------------------------------------------------------------------
 
@@ -21,7 +21,12 @@ from rlvr_report import read_metrics
         ({}, {"loss_type": "grpo", "scale_rewards": "none"}),
         ({"beta": 0.05}, {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.05}),
         (
-            {"aggregation": "token_mean", "scale_rewards": "group", "gradient_accumulation_steps": 2, "epsilon_high": 0.28},
+            {
+                "aggregation": "token_mean",
+                "scale_rewards": "group",
+                "gradient_accumulation_steps": 2,
+                "epsilon_high": 0.28,
+            },
             {"loss_type": "dapo", "scale_rewards": "group", "gradient_accumulation_steps": 2, "epsilon_high": 0.28},
         ),
         (
@@ -50,7 +55,10 @@ def test_six_steps_equal_stock_trl(tmp_path, ours, stock):
 
 
 def test_parity_would_notice_another_loss(tmp_path):
-    a, b = make_ours(tmp_path / "a", scale_rewards="none"), make_stock(tmp_path / "b", scale_rewards="group", loss_type="grpo")
+    a, b = (
+        make_ours(tmp_path / "a", scale_rewards="none"),
+        make_stock(tmp_path / "b", scale_rewards="group", loss_type="grpo"),
+    )
     a.train()
     b.train()
     a, b = sum(history(a, "grad_norm"), []), sum(history(b, "grad_norm"), [])
@@ -88,7 +96,7 @@ def test_gradient_accumulation_does_not_change_the_run(tmp_path, aggregation):
 def test_masked_tokens_stay_in_the_denominator(tmp_path):
     trainer = make_ours(tmp_path, max_steps=1, token_clip="icepop", seq_clip_low=2.0, seq_clip_high=3.0)
     trainer.train()  # rho is about 1: every sequence is dropped
-    (loss, norm), = history(trainer, "loss", "grad_norm")
+    ((loss, norm),) = history(trainer, "loss", "grad_norm")
     assert loss == 0 and norm == 0 and trainer._counts["seq_mean_token_mean"] == 8
     assert trainer.state.log_history[0]["seq_clip/masked_frac"] == 1
 
@@ -222,7 +230,12 @@ def test_run_writes_metrics_curve_and_model(tmp_path, capsys):
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final").num_parameters() > 0
     out = capsys.readouterr().out
-    for text in ("2 prompts x 4 generations = 8 sequences", "held-out accuracy before", "held-out accuracy after", "curve.png"):
+    for text in (
+        "2 prompts x 4 generations = 8 sequences",
+        "held-out accuracy before",
+        "held-out accuracy after",
+        "curve.png",
+    ):
         assert text in out
 
 

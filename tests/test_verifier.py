@@ -450,6 +450,28 @@ def test_a_timeout_costs_its_own_sample_only(verifier, monkeypatch):
     assert [v.reason for v in verifier.verify_batch(golds, texts)] == ["timeout", "correct", "timeout", "correct"]
 
 
+@pytest.mark.parametrize("limits", [(600, 0.3), (0.3, 600)], ids=["wall clock", "processor time"])
+def test_either_timer_ends_a_task_inside_the_kernel(verifier, limits):
+    assert works(verifier)
+    supervisor, start = verifier._workers.process, time.monotonic()
+    tower = module._clean(extract_answer(HANGS)[0])
+    assert verifier._workers.run([(r"\sqrt{2}", tower, None)], *limits) == ["timeout"]
+    assert verifier._workers.process is supervisor  # else the parent has given up and begun anew
+    assert time.monotonic() - start < 60  # a hang guard
+
+
+def test_golds_have_patience_on_a_busy_machine_and_answers_a_hard_wall_clock(monkeypatch):
+    verifier, limits = MathVerifier(timeout_s=2), []
+
+    def run(tasks, *given):
+        limits.append(given)
+        return ["ok" if answer is None else "wrong" for _, answer, _ in tasks]
+
+    monkeypatch.setattr(verifier._workers, "run", run)
+    assert verifier.verify(r"\sqrt{2}", r"\boxed{\sqrt{3}}").reason == "wrong"
+    assert limits == [(2, 20), (2, 2)]
+
+
 def test_a_gold_that_hangs_is_found_by_its_processor_time(hasty):
     assert hasty.check_gold("10^{10^{10}}") == "timeout"
     assert hasty.verify("10^{10^{10}}", r"\boxed{34}") == Verdict(None, "bad_gold")

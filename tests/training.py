@@ -86,9 +86,7 @@ def make_stock(folder, rows=64, **changes):
     args = GRPOConfig(**options(folder, use_cpu=True, bf16=False, **changes))
     dataset = load_math_rows("tiny", limit=rows)
     return quiet(
-        GRPOTrainer(
-            MODEL, digits_reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout()
-        )
+        GRPOTrainer(MODEL, digits_reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout())
     )
 
 

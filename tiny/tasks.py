@@ -12,6 +12,7 @@ Train and held-out cannot overlap. Which side a problem is on is a function of i
 its numbers in sorted order. Problems that share their numbers are on one side whatever their wording, order or kind;
 no seed can move them.
 """
+
 import hashlib
 import random
 import re
@@ -50,7 +51,7 @@ def is_right(text, answer):
 def make_rows(split, n, seed=0, kinds=None, levels=None, style="steps", lazy=0.0, slip=0.0):
     """n different problems of one split, balanced over kinds and levels; a longer list starts with the shorter one.
 
-    A kind and level whose problems are used up (the smallest has about 90 held-out ones) leaves the balance to the rest.
+    A (kind, level) whose problems are used up drops out and the others go on: small numbers make few products.
 
     split: 'train' | 'heldout'. kinds: some of KINDS, None = all. levels: some of 1, 2, 3, None = all.
     style: how the teacher solves. 'steps': one equation a line; 'split': sums and differences in two goes, tens then
@@ -84,13 +85,16 @@ def make_rows(split, n, seed=0, kinds=None, levels=None, style="steps", lazy=0.0
                 j = _between(task, 0, i)
                 queue[i], queue[j] = queue[j], queue[i]
         kind, level = queue.pop()
-        problem, solve = _new_problem(task, split, kind, level, seen)
-        if problem is None:
+        new = _new_problem(task, split, kind, level, seen)
+        if new is None:  # used up: the other cells go on
             cells.remove((kind, level))
             if not cells:
-                raise ValueError(f"make_rows: n={n}, but these kinds and levels have only {len(rows)} different {split} "
-                                 "problems; ask for fewer rows or for more kinds and levels")
+                raise ValueError(
+                    f"make_rows: only {len(rows)} different {split} problems of n={n} exist for these kinds and levels; "
+                    "ask for fewer rows or for more kinds and levels"
+                )
             continue
+        problem, solve = new
         work = _Work(style)
         answer = solve(work)
         rationale = work.text(answer)
@@ -115,7 +119,7 @@ def _new_problem(task, split, kind, level, seen):
         if problem not in seen and split_of(problem) == split:
             seen.add(problem)
             return problem, solve
-    return None, None
+    return None
 
 
 def _between(rng, low, high):
@@ -191,10 +195,10 @@ class _Work:
 
 
 def _sum(rng, level):
-    first = total = _between(rng, 10, 99)
+    first = total = _between(rng, 2, 39)
     terms = []
     for _ in range(level):  # 2, 3, 4 terms; the running total never falls below zero
-        b = _between(rng, 2, 99)
+        b = _between(rng, 2, 9)
         op = "-" if b <= total and rng.random() < 0.5 else "+"
         total += b if op == "+" else -b
         terms.append((op, b))
@@ -209,9 +213,11 @@ def _sum(rng, level):
 
 
 def _product(rng, level):
-    a, b = {1: (_between(rng, 11, 39), _between(rng, 2, 9)),
-            2: (_between(rng, 41, 99), _between(rng, 3, 9)),
-            3: (_between(rng, 11, 49), _between(rng, 11, 49))}[level]
+    a, b = {
+        1: (_between(rng, 2, 9), _between(rng, 2, 9)),
+        2: (_between(rng, 11, 19), _between(rng, 2, 9)),
+        3: (_between(rng, 21, 49), _between(rng, 2, 9)),
+    }[level]
     if rng.random() < 0.5:
         a, b = b, a
     return f"Compute {a}*{b}.", lambda work: work.mul(a, b)
@@ -219,7 +225,7 @@ def _product(rng, level):
 
 def _mixed(rng, level):
     a, b, c, d = (_between(rng, 2, 9) for _ in range(4))
-    e = _between(rng, 2, 49)
+    e = _between(rng, 2, 9)
     if level == 1:
         if e <= a * b and rng.random() < 0.5:
             return f"Compute {a}*{b}-{e}.", lambda work: work.sub(work.mul(a, b), e)
@@ -228,15 +234,13 @@ def _mixed(rng, level):
         a, b = 1 + a % 4, 1 + b % 5  # the bracket stays below ten
         return f"Compute ({a}+{b})*{c}+{e}.", lambda work: work.add(work.mul(work.add(a, b), c), e)
     if e <= a * b + c * d and rng.random() < 0.5:
-        return (f"Compute {a}*{b}+{c}*{d}-{e}.",
-                lambda work: work.sub(work.add(work.mul(a, b), work.mul(c, d)), e))
+        return (f"Compute {a}*{b}+{c}*{d}-{e}.", lambda work: work.sub(work.add(work.mul(a, b), work.mul(c, d)), e))
     return f"Compute {a}*{b}+{c}*{d}+{e}.", lambda work: work.add(work.add(work.mul(a, b), work.mul(c, d)), e)
 
 
 def _remainder(rng, level):
-    d = _between(rng, 11, 29) if level == 3 else _between(rng, 3, 9)
-    # the quotient has two digits at level 2 only
-    n = _between(rng, 100, min(399, 100 * d - 1)) if level == 2 else _between(rng, max(10, 2 * d), 10 * d - 1)
+    d = _between(rng, 2, 3 + 2 * level)
+    n = _between(rng, d + 1, 10 * d - 1)
 
     def solve(work):
         rest = n
@@ -250,55 +254,81 @@ def _remainder(rng, level):
 def _order(rng, level):
     numbers = []
     while len(numbers) < level + 2:
-        x = _between(rng, 2, 99 if level < 3 else 499)
+        x = _between(rng, 2, 29)
         if x not in numbers:
             numbers.append(x)
-    place, rank = _pick(rng, (("Smallest", 0), ("Second smallest", 1), ("Second largest", -2), ("Largest", -1)))
+    places = (("Smallest", 0), ("Largest", -1), ("Second smallest", 1), ("Second largest", -2))
+    place, rank = _pick(rng, places[:2] if level == 1 else places)
     return f"{place} of {','.join(map(str, numbers))}?", lambda work: work.sort(numbers)[rank]
 
 
 def _compare(rng, level):
     a, b, c, d = (_between(rng, 2, 9) for _ in range(4))
-    e, f, g, h = (_between(rng, 2, 79) for _ in range(4))
+    e, f, g, h = (_between(rng, 2, 9) for _ in range(4))
+    e, g = 10 + e, 10 + g
     if level == 1:
         return f"Larger of {e}+{f} and {g}+{h}?", lambda work: max(work.add(e, f), work.add(g, h))
     if level == 2:
         return f"Larger of {a}*{b} and {e}+{f}?", lambda work: max(work.mul(a, b), work.add(e, f))
-    return f"Larger of {a}*{b}+{e} and {c}*{d}+{f}?", lambda work: max(work.add(work.mul(a, b), e),
-                                                                      work.add(work.mul(c, d), f))
+    return f"Larger of {a}*{d} and {b}*{c}+{e}?", lambda work: max(work.mul(a, d), work.add(work.mul(b, c), e))
 
 
 def _equation(rng, level):
-    x, a, b = _between(rng, 2, 19), _between(rng, 3, 9), _between(rng, 2, 49)
+    x, a, b = _between(rng, 2, 9), _between(rng, 3, 9), _between(rng, 2, 9)
     if level == 1:
-        x = _between(rng, 2, 79)
+        x = _between(rng, 2, 39)
         return f"Solve x+{b}={x + b}.", lambda work: work.sub(x + b, b)
     if level == 2:
         return f"Solve {a}x+{b}={a * x + b}.", lambda work: work.div(work.sub(a * x + b, b), a)
     c = _between(rng, 2, a - 1)
     right = (a - c) * x + b
-    return (f"Solve {a}x+{b}={c}x+{right}.",
-            lambda work: (lambda left: work.div(work.sub(right, b), left))(work.sub(a, c)))
+    return (
+        f"Solve {a}x+{b}={c}x+{right}.",
+        lambda work: (lambda left: work.div(work.sub(right, b), left))(work.sub(a, c)),
+    )
 
 
 def _word(rng, level):
-    a, b, c = _between(rng, 2, 9), _between(rng, 2, 9), _between(rng, 10, 79)
-    d = _between(rng, 2, 49)
+    a, b, c = _between(rng, 2, 9), _between(rng, 2, 9), _between(rng, 5, 39)
+    d = _between(rng, 2, 9)
     more = rng.random() < 0.5
     if level == 1:
         c = max(c, d)
-        return ((f"Ann has {c} pens and buys {d} more. How many pens?", lambda work: work.add(c, d)) if more else
-                (f"Ann has {c} pens and loses {d}. How many pens?", lambda work: work.sub(c, d)))
+        return (
+            (f"Ann has {c} pens and buys {d} more. How many pens?", lambda work: work.add(c, d))
+            if more
+            else (f"Ann has {c} pens and loses {d}. How many pens?", lambda work: work.sub(c, d))
+        )
     if level == 2:
-        return ((f"Tom has {c} eggs and {a} boxes of {b}. How many eggs?", lambda work: work.add(c, work.mul(a, b)))
-                if more else (f"{a} friends share {a * b} eggs, then each buys {d} more. How many each?",
-                              lambda work: work.add(work.div(a * b, a), d)))
+        return (
+            (f"Tom has {c} eggs and {a} boxes of {b}. How many eggs?", lambda work: work.add(c, work.mul(a, b)))
+            if more
+            else (
+                f"{a} friends share {a * b} eggs, then each buys {d} more. How many each?",
+                lambda work: work.add(work.div(a * b, a), d),
+            )
+        )
     c += a * b
-    return ((f"Eve has {c} coins, buys {a} cakes at {b} each and finds {d}. How many coins?",
-             lambda work: work.add(work.sub(c, work.mul(a, b)), d)) if more else
-            (f"Eve sells {a} cakes at {b} and {d} pies at 3. How many coins?",
-             lambda work: work.add(work.mul(a, b), work.mul(d, 3))))
+    return (
+        (
+            f"Eve has {c} coins, buys {a} cakes at {b} each and finds {d}. How many coins?",
+            lambda work: work.add(work.sub(c, work.mul(a, b)), d),
+        )
+        if more
+        else (
+            f"Eve sells {a} cakes at {b} and {d} pies at 3. How many coins?",
+            lambda work: work.add(work.mul(a, b), work.mul(d, 3)),
+        )
+    )
 
 
-KINDS = {"sum": _sum, "product": _product, "mixed": _mixed, "remainder": _remainder, "order": _order,
-         "compare": _compare, "equation": _equation, "word": _word}
+KINDS = {
+    "sum": _sum,
+    "product": _product,
+    "mixed": _mixed,
+    "remainder": _remainder,
+    "order": _order,
+    "compare": _compare,
+    "equation": _equation,
+    "word": _word,
+}

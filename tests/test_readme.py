@@ -1,0 +1,76 @@
+"""The README's claims that a machine can check: commands, file map, links, glossary, one-word facts about the project."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from training import make_ours
+
+REPO = Path(__file__).resolve().parents[1]
+README = (REPO / "README.md").read_text()
+
+
+def tracked():
+    done = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.split()
+
+
+def test_the_two_commands_come_first():
+    block = README.split("```bash")[1].split("```")[0]
+    assert "pip install -r requirements.txt && accelerate launch recipes/grpo_tokenclip.py" in block
+    assert "pip install -r requirements.txt && pytest" in block
+    assert README[: README.index("```bash")].count("\n") < 15
+
+
+def test_every_linked_file_exists():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (REPO / link).exists()] == []
+
+
+def test_commands_name_files_and_options_that_exist():
+    from trl import ModelConfig
+
+    from grpo_tokenclip import GRPOTokenClipConfig
+
+    for path in re.findall(r"(?:launch|python) (?:--\S+ \S+ )*((?:recipes|results)/\S+\.py)", README):
+        assert (REPO / path).is_file(), path
+    for path in re.findall(r"recipes/configs/[\w/]+\.yaml", README):
+        assert (REPO / path).is_file(), path
+    known = set(GRPOTokenClipConfig.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
+    for line in re.findall(r"recipes/grpo_tokenclip\.py (.*)", README):
+        for option in re.findall(r"--(\w+)", line.split("#")[0]):
+            assert option in known | {"config"}, option
+
+
+def test_file_map_names_every_top_level_file_and_folder():
+    section = README.split("## Files")[1]
+    tops = {path.split("/")[0] for path in tracked()}
+    hidden = {".gitignore", ".ci", "LICENSE", "README.md", "requirements.txt", "pyproject.toml"}
+    missing = [top for top in sorted(tops - hidden) if f"]({top})" not in section]
+    assert missing == []
+
+
+def test_every_metric_of_a_run_is_in_the_glossary(tmp_path):
+    """Names of metrics.jsonl, quantiles folded, against the README's table (TRL's own names included)."""
+    section = README.split("## Metrics")[1].split("\n## ")[0]
+    names = set(re.findall(r"`([\w./]+)`", section))
+    trainer = make_ours(tmp_path, max_steps=1, token_clip="tis", beta=0.01, seq_clip_low=0.9, seq_clip_high=1.1)
+    trainer.train()
+    written = set(trainer.state.log_history[0]) | {"eval/accuracy"}
+    folded = {re.sub(r"/(min|p01|p50|p99|max)$", "/...", name) for name in written}
+    missing = sorted(name for name in folded if name not in names and not name.startswith("rewards/digits_reward"))
+    assert missing == []
+
+
+def test_every_pin_is_exact_and_says_why():
+    lines = [
+        line for line in (REPO / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")
+    ]
+    assert len(lines) > 10
+    for line in lines:
+        assert re.fullmatch(r"[\w\[\].-]+==[\w.]+\s+# .{10,}", line), line
