@@ -372,11 +372,14 @@ class TransformersEngine:
         described, sums = [], []
         for source in sources:
             target = self._targets[source.name]
-            if filled.setdefault(id(target), source.key) != source.key:
-                raise ValueError(
-                    f"{source.name} shares its storage in the rollout engine but not in the training model: build the "
-                    "engine after adapters are attached"
-                )
+            if id(target) in filled:
+                if filled[id(target)] != source.key:
+                    raise ValueError(
+                        f"{source.name} shares its storage in the rollout engine but not in the training model: build "
+                        "the engine after adapters are attached"
+                    )
+                continue
+            filled[id(target)] = source.key
             with source.gathered() as whole:
                 if whole.shape != target.shape or whole.is_floating_point() != target.is_floating_point():
                     raise ValueError(
@@ -385,7 +388,7 @@ class TransformersEngine:
                         "resize, and load the training model unquantised"
                     )
                 described.append((source.name, tuple(whole.shape), str(whole.dtype)))
-                sums.append(_checksums(whole))
+                sums.append(_checksums(whole).to(self.device))
                 target.copy_(self._rounded(whole.to(self.device), target))
         numbers = torch.stack(sums).tolist()
         self.fingerprint = hashlib.sha256(repr((described, numbers)).encode()).hexdigest()

@@ -11,9 +11,9 @@ is what RL with verifiable rewards can repair; a spotless teacher alone would le
 nothing to reinforce. The noise is ours and deliberate.
 
 Smoke   accelerate launch recipes/cold_start.py --max_steps 20
-Full    accelerate launch recipes/cold_start.py                                 (about 6 minutes on 2 CPU cores)
+Full    accelerate launch recipes/cold_start.py                                 (about 7 minutes on 2 CPU cores)
 Remake  accelerate launch recipes/cold_start.py --output_dir tiny/qwen3         (overwrites the shipped checkpoint)
-Expect  loss 6 -> below 0.1 in the first stage; held-out accuracy about 40 % at temperature 1 at the end
+Expect  loss 6 -> below 0.1 in the first stage (held-out accuracy 73 %); at the end 33 % at temperature 1, 50 % greedy
 Watch   a loss that stalls above 1 has not learned to copy digits: more steps, or a higher learning rate
 Knobs   max_steps, lazy_steps, lazy, learning_rate, per_device_train_batch_size, style, seed
 """
@@ -245,6 +245,7 @@ def main():
     if not trainer.accelerator.is_main_process:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).float()
+    model.config.use_cache = True  # off in training
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     print(f"held-out accuracy, {args.heldout_rows} problems      sampled (T=1)   greedy")

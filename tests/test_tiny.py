@@ -21,7 +21,7 @@ from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows, split_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tiny" / "qwen3"
-PINNED = "FILL"
+PINNED = "493c55b16e4da4b6aa9a0326d60b9aa5abe35c4acf796c167449da4382129b1c"
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="look
 
 @pytest.fixture(scope="module")
 def verifier():
-    with MathVerifier(workers=2, timeout_s=60) as verifier:
+    with MathVerifier(workers=2, timeout_s=300) as verifier:
         yield verifier
 
 
@@ -41,14 +41,14 @@ def hasty(verifier, monkeypatch):
 
 @pytest.fixture(scope="module")
 def small():
-    with MathVerifier(workers=1, timeout_s=60, memory_mb=160) as verifier:
+    with MathVerifier(workers=1, timeout_s=300, memory_mb=160) as verifier:
         yield verifier
 
 
 @pytest.fixture(scope="module")
 def mortal():
     """For the tests that kill its processes: started by a thread that has ended."""
-    with MathVerifier(workers=2, timeout_s=60) as verifier:
+    with MathVerifier(workers=2, timeout_s=300) as verifier:
         with ThreadPoolExecutor(1) as threads:
             assert threads.submit(works, verifier).result()
         yield verifier

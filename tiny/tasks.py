@@ -240,15 +240,8 @@ def _mixed(rng, level):
 
 def _remainder(rng, level):
     d = _between(rng, 2, 3 + 2 * level)
-    n = _between(rng, d + 1, 10 * d - 1)
-
-    def solve(work):
-        rest = n
-        if n // d >= 10:
-            rest = work.sub(rest, work.mul(d, n // d // 10 * 10))
-        return work.sub(rest, work.mul(d, n // d % 10)) if n // d % 10 else rest
-
-    return f"Remainder of {n}/{d}?", solve
+    n = _between(rng, d + 1, 10 * d - 1)  # the quotient has one digit
+    return f"Remainder of {n}/{d}?", lambda work: work.sub(n, work.mul(d, n // d))
 
 
 def _order(rng, level):
