@@ -94,6 +94,7 @@ class RunReport(TrainerCallback):
         self.folder, self.lines, self.redraw_every_s = Path(folder), lines, redraw_every_s
         self.metrics_path, self.curve_path = self.folder / "metrics.jsonl", self.folder / "curve.png"
         self.bar, self.drawn_at = None, time.monotonic()
+        self.unprinted = []  # records since the last printed line, which shows their mean: one step is mostly noise
 
     def replace_defaults(self, trainer):
         """Take the place of transformers' printing callbacks, which dump sixty metrics a step."""
@@ -105,6 +106,13 @@ class RunReport(TrainerCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.metrics_path.open("a") as file:
             file.write(to_json(record) + "\n")
+
+    def means(self):
+        """`reward 0.52`, ...: means over the steps since the last printed line."""
+        for name, short in SHOWN.items():
+            values = [r[name] for r in self.unprinted if isinstance(r.get(name), float)]
+            if values:
+                yield f"{short} {sum(values) / len(values):.3g}"
 
     def draw(self):
         if not self.metrics_path.exists():
@@ -133,9 +141,11 @@ class RunReport(TrainerCallback):
         self.write(record)
         shown = {short: f"{record[name]:.3g}" for name, short in SHOWN.items() if isinstance(record.get(name), float)}
         self.bar.set_postfix(shown, refresh=False)
+        self.unprinted.append(record)
         every = max(1, state.max_steps // self.lines)
         if state.global_step == 1 or state.global_step % every == 0 or "eval/accuracy" in record:
-            self.bar.write(f"step {state.global_step:>5}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
+            self.bar.write(f"step {state.global_step:>5}  " + "  ".join(self.means()))
+            self.unprinted.clear()
         if time.monotonic() - self.drawn_at > self.redraw_every_s:
             self.draw()
 

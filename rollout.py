@@ -224,8 +224,8 @@ def _checksums(weight: torch.Tensor) -> torch.Tensor:
 def _fake_quantize(x: torch.Tensor, rollout_dtype: str) -> torch.Tensor:
     """Rounds x (..., K) to fp8 e4m3 or int8 with one scale per row of K values, and back to x's dtype."""
     top = E4M3_MAX if rollout_dtype == "fp8" else 127.0
-    amax = x.abs().amax(-1, keepdim=True)                                      # (..., 1)
-    scale = torch.where(amax == 0, 1.0, amax / top).to(x.dtype)                # an all-zero row stays zero, not NaN
+    amax = x.abs().amax(-1, keepdim=True)  # (..., 1)
+    scale = torch.where(amax == 0, 1.0, amax / top).to(x.dtype)  # an all-zero row stays zero, not NaN
     scaled = x / scale
     rounded = scaled.to(torch.float8_e4m3fn).to(x.dtype) if rollout_dtype == "fp8" else scaled.round()
     return rounded.mul_(scale)
@@ -461,8 +461,8 @@ class TransformersEngine:
             part = slice(start, start + size)
             report = on_progress and (lambda done, start=start: on_progress(start + done, total))
             tokens, logps = self._sample(prompts[part], max_new_tokens, warp, None if greedy else noise[part], report)
-            ends = self._is_eos[tokens]                                        # (n, T)
-            finished = ends.any(-1)                                            # (n,)
+            ends = self._is_eos[tokens]  # (n, T)
+            finished = ends.any(-1)  # (n,)
             lengths = torch.where(finished, ends.int().argmax(-1) + 1, max_new_tokens).tolist()
             rollout.completion_ids += [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
             rollout.rollout_logps += [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)]
@@ -480,14 +480,14 @@ class TransformersEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """n prompts -> tokens (n, T) and their log-probs (n, T); whatever follows a row's first EOS is undefined."""
         n, device = len(prompts), self.device
-        tokens = torch.zeros(n, steps, dtype=torch.long, device=device)        # (n, T)
-        logps = torch.zeros(n, steps, dtype=torch.float32, device=device)      # (n, T)
+        tokens = torch.zeros(n, steps, dtype=torch.long, device=device)  # (n, T)
+        logps = torch.zeros(n, steps, dtype=torch.float32, device=device)  # (n, T)
         if noise is not None:
             noise = noise.to(device, torch.float32 if device.type == "mps" else torch.float64)  # (n, T)
         with torch.autocast(device.type, enabled=False):  # the caller may be inside the trainer's autocast
             logits, cache, positions, padding = self._prefill(prompts, steps)
-            rows = torch.arange(n, device=device)                              # (b,) which row of `tokens` each one is
-            alive = torch.ones(n, dtype=torch.bool, device=device)             # (b,)
+            rows = torch.arange(n, device=device)  # (b,) which row of `tokens` each one is
+            alive = torch.ones(n, dtype=torch.bool, device=device)  # (b,)
             ended = 0
             # Reading a result from an accelerator waits for it; sampling a few tokens too many is cheaper.
             every = 1 if device.type == "cpu" else 8
@@ -506,7 +506,7 @@ class TransformersEngine:
                     if left == 0:
                         break
                     if len(rows) - left >= self.compact_share * len(rows):
-                        keep = alive.nonzero().squeeze(1)                      # (b',)
+                        keep = alive.nonzero().squeeze(1)  # (b',)
                         cache.batch_select_indices(keep)
                         rows, alive, picked, positions = rows[keep], alive[keep], picked[keep], positions[keep]
                         padding = None if padding is None else padding[keep]
@@ -517,7 +517,7 @@ class TransformersEngine:
                     position_ids=positions[:, None],
                     cache=cache,
                     use_cache=True,
-                ).logits[:, -1]                                                # (b, V)
+                ).logits[:, -1]  # (b, V)
                 positions = positions + 1
         if report:
             report(n)
@@ -532,9 +532,9 @@ class TransformersEngine:
         place = {prompt: i for i, prompt in enumerate(distinct)}
         width = max(map(len, distinct))
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + list(p) for p in distinct], device=device)
-        lengths = torch.tensor([len(p) for p in distinct], device=device)     # (u,)
+        lengths = torch.tensor([len(p) for p in distinct], device=device)  # (u,)
         columns = torch.arange(width + steps, device=device)
-        real = columns >= (width - lengths)[:, None]                           # (u, width + T)
+        real = columns >= (width - lengths)[:, None]  # (u, width + T)
         padded = any(len(p) < width for p in distinct)
         cache = DynamicCache(config=self.model.config)
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -547,7 +547,7 @@ class TransformersEngine:
             cache=cache,
             use_cache=True,
             logits_to_keep=1,
-        ).logits[:, -1]                                                        # (u, V)
+        ).logits[:, -1]  # (u, V)
         index = torch.tensor([place[tuple(p)] for p in prompts], device=device)
         cache.batch_select_indices(index)
         padding = None
@@ -555,9 +555,9 @@ class TransformersEngine:
             # Additive and four-dimensional, as these two use it: built once instead of at every step.
             dtype = self.model.dtype
             padding = torch.zeros(real.shape, dtype=dtype, device=device).masked_fill(~real, torch.finfo(dtype).min)
-            padding = padding[index][:, None, None, :]                         # (n, 1, 1, width + T)
+            padding = padding[index][:, None, None, :]  # (n, 1, 1, width + T)
         elif padded:
-            padding = real[index].long()                                       # (n, width + T)
+            padding = real[index].long()  # (n, width + T)
         return logits[index], cache, lengths[index], padding
 
     def _check(
@@ -655,12 +655,12 @@ def _pick(
     cumulative distribution at the noise; without noise takes the largest logit."""
     logits = logits.float()
     if noise is None:
-        picked = logits.argmax(-1, keepdim=True)                               # (b, 1)
+        picked = logits.argmax(-1, keepdim=True)  # (b, 1)
     else:
         logits = warp(None, logits)
-    logps = logits.log_softmax(-1)                                             # (b, V)
+    logps = logits.log_softmax(-1)  # (b, V)
     if noise is not None:
-        heights = logps.exp().cumsum(-1, dtype=noise.dtype)                    # (b, V), rises only where mass is
+        heights = logps.exp().cumsum(-1, dtype=noise.dtype)  # (b, V), rises only where mass is
         # The factor keeps the target below the total after rounding; else a token of no mass could be picked.
         below_one = 1 - 4 * torch.finfo(noise.dtype).eps
         picked = torch.searchsorted(heights, noise[:, None] * below_one * heights[:, -1:], right=True)  # (b, 1)

@@ -234,10 +234,13 @@ _SCALES = {
     "百": 100, "千": 10**3, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
 _SCALE = re.compile(rf"([+-]?[0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_SCALES)})s?(?:\s[A-Za-z ]+|[\u4e00-\u9fff]*)")
-_CHANGES_VALUE = set(
-    "factorial squared cubed half halves thirds quarters fifths sixths eighths tenths hundredths thousandths "
-    "recurring repeating".split()
-) | _SCALES.keys()
+_CHANGES_VALUE = (
+    set(
+        "factorial squared cubed half halves thirds quarters fifths sixths eighths tenths hundredths thousandths "
+        "recurring repeating".split()
+    )
+    | _SCALES.keys()
+)
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [

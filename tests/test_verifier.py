@@ -149,7 +149,7 @@ WRONG = [
     ("12000", "1.2e5"), ("1.77e-6", "1.77e-7"), ("1234", "1,235"), ("3", "3万"), ("34", "34 million"), ("50%", "51%"),
     (r"50\%", "0.5%"), (r"50\%", "5"), ("0.5", "0.5%"), ("34", "34x"), ("34", "34 x"), ("34", "34xy"), ("34", "34i"),
     ("34", r"34\text{ million}"), ("34", "34x^2"), ("34", "34 x^2"), ("34", "34x/y"), ("34", r"34\text{ hundredths}"),
-    ("34", "34 hundredths"), ("34", r"34\pi"), ("10", "10 factorial"), ("34", "34!"),
+    ("34", "34 hundredths"), ("34", "34 Factorial"), ("34", r"34\pi"), ("10", "10 factorial"), ("34", "34!"),
     (r"90^\circ", r"\frac{\pi}{2}"), ("6m", "6"),
     (r"\frac{1}{m} t", r"\frac{1}{m}"),
     # words
@@ -343,7 +343,7 @@ def test_exact_takes_only_the_literal_number_and_needs_no_process(gold, text, re
         ("-1.6", "1.6", False), ("0", "0.001", False), (r"\frac{\pi}{4}", "0.785", True),
         (r"\frac{\pi}{4}", "0.8", False),
         (r"\sqrt{2}", r"\frac{1.414}{1}", True), (r"\arcsin(10/13)", "0.878", True), ("x", "1", False),
-        ("2,3", "2.99,2.01", True), ("2+3i", "2.001+3i", False), ("50%", "0.502", True),
+        (r"\frac{\sqrt{2}}{1000}", "0.0024", False), ("2,3", "2.99,2.01", True), ("2+3i", "2.001+3i", False), ("50%", "0.502", True),
     ],
 )  # fmt: skip
 def test_relative_tolerance(verifier, monkeypatch, gold, answer, right):
