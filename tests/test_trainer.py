@@ -49,7 +49,7 @@ def test_six_steps_equal_stock_trl(tmp_path, ours, stock):
     b = make_stock(tmp_path / "stock", **stock, **slow)  # only now: both shuffle with the global generator
     b.train()
     a, b = history(a, "loss", "grad_norm"), history(b, "loss", "grad_norm")
-    assert len(a) == len(b) == 6 and all(norm > 1e-3 for _, norm in b)
+    assert len(a) == len(b) == 6 and sum(norm > 1e-3 for _, norm in b) >= 4  # a step of equal rewards has none
     assert [x[0] for x in a] == pytest.approx([x[0] for x in b], abs=1e-6)
     assert [x[1] for x in a] == pytest.approx([x[1] for x in b], abs=1e-5)
 
