@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
@@ -345,6 +347,7 @@ class RLVRConfig(GRPOConfig):
     bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; unset = where the GPU has it"})
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
     vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
+    loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
     logging_steps: float = field(default=1, metadata={"help": "optimizer steps between two lines of metrics.jsonl"})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
 
@@ -399,6 +402,14 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
         if self.rollout_dtype not in ("float32", "bfloat16", "fp8", "int8"):
             raise ValueError(f"--rollout_dtype {self.rollout_dtype} is unknown: use float32, bfloat16, fp8 or int8")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"--temperature {self.temperature}: training needs a value above 0, greedy samples are all equal"
+            )
+        if self.eval_samples < 1 or self.eval_problems < 1:
+            raise ValueError(
+                f"--eval_samples {self.eval_samples} --eval_problems {self.eval_problems}: give at least 1, or no --eval_source"
+            )
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -447,6 +458,12 @@ class RLVRTrainer(GRPOTrainer):
             model, reward_funcs, args, train_dataset, rollout_func=None if args.use_vllm else self._rollout, **kwargs
         )
         check_distributed(self.accelerator, args.expect_distributed)
+        needed = args.generation_batch_size // args.num_generations
+        if len(train_dataset) < needed:
+            raise ValueError(
+                f"--dataset {args.dataset} gives {len(train_dataset)} rows, but one sampling takes {needed} prompts: use more "
+                "rows, or lower --per_device_train_batch_size or --gradient_accumulation_steps"
+            )
         self.engine = None
         if not args.use_vllm:
             self.engine = TransformersEngine(
@@ -459,7 +476,9 @@ class RLVRTrainer(GRPOTrainer):
             )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
+        self._broken = set()  # metrics that were NaN since the last log
         self._counts = {}
+        self._sampled_with = None  # weight fingerprint of the last sampling
         self._unchanged_pushes = 0
         self._data_digest = None
 
@@ -471,7 +490,6 @@ class RLVRTrainer(GRPOTrainer):
         if before is None or self.engine.version != version:
             fingerprint = self.engine.push_weights(self.model_wrapped, version)
             changed = before is None or fingerprint != before
-            self._metrics["train"]["rollout/weights_changed"].append(float(changed))
             self._unchanged_pushes = 0 if changed else self._unchanged_pushes + 1
             if self._unchanged_pushes == 5:
                 warnings.warn(
@@ -483,6 +501,10 @@ class RLVRTrainer(GRPOTrainer):
     def _rollout(self, prompts, trainer):
         """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
         self.sync_engine()
+        if self.state.global_step:  # compared with the sampling before this one, whatever pushed in between
+            changed = self.engine.fingerprint != self._sampled_with
+            self._metrics["train"]["rollout/weights_changed"].append(float(changed))
+        self._sampled_with = self.engine.fingerprint
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
         self._sequences_sampled += self.accelerator.num_processes * len(prompts)
@@ -520,6 +542,13 @@ class RLVRTrainer(GRPOTrainer):
         for _ in advantages:  # the completions table shows the advantages that train
             self._logs["advantages"].pop()
         self._logs["advantages"].extend(advantages.tolist())
+        groups = self._rewards.view(-1, generations)  # TRL tests std == 0, which rounding of equal rewards misses
+        scored = ~groups.isnan()
+        low = torch.where(scored, groups, math.inf).amin(1)
+        high = torch.where(scored, groups, -math.inf).amax(1)
+        self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = (
+            (low >= high).float().mean().item()
+        )
         return output
 
     # loss plumbing ----------------------------------------------------------------------------------------------------
@@ -593,7 +622,8 @@ class RLVRTrainer(GRPOTrainer):
         self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
         k3 = torch.expm1(log_mismatch.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)) - log_mismatch
         self.track("mismatch/k3", k3, mask)  # m - 1 - log m, without its cancellation near 1
-        self.track("mismatch/extreme_frac", (torch.maximum(mismatch, 1 / mismatch) > 2).float(), mask)  # F(2)
+        extreme = (torch.maximum(mismatch, 1 / mismatch) > 2).float()  # F(2)
+        self.track("mismatch/extreme_frac", torch.where(mismatch.isnan(), mismatch, extreme), mask)
         self.track("ratio", ratio, mask, quantiles=True)
         self.track("omega", omega, mask, quantiles=True)
         self.track(
@@ -605,11 +635,11 @@ class RLVRTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self.accelerator.sync_gradients:
             return
-        store, window = self._metrics[mode], {k: torch.cat(v) for k, v in sorted(self._window.items())}
+        window = {k: torch.cat(v) for k, v in sorted(self._window.items())}
         means = [(name, v) for (name, quantiles), v in window.items() if not quantiles]
         sums = torch.stack([torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for _, v in means])
         for (name, _), (total, count) in zip(means, self.accelerator.reduce(sums, "sum").tolist(), strict=True):
-            store[name].append(total / count if count else math.nan)
+            self._record(name, total / count if count else None)
         for (name, quantiles), values in window.items():
             if quantiles:
                 counts = self.accelerator.gather(torch.tensor([len(values)], device=values.device)).tolist()
@@ -619,9 +649,24 @@ class RLVRTrainer(GRPOTrainer):
                 if values.isnan().any():  # sorted last: a broken log-prob must not hide behind finite quantiles
                     values = values[-1:]
                 for label, q in (("min", 0.0), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-                    value = values[round(q * (len(values) - 1))].item() if len(values) else math.nan
-                    store[f"{name}/{label}"].append(value)
+                    self._record(
+                        f"{name}/{label}", values[round(q * (len(values) - 1))].item() if len(values) else None
+                    )
         self._window.clear()
+
+    def _record(self, name, value):
+        """None: nothing was counted. NaN: a value was broken, which `log` must not lose."""
+        self._metrics["train" if self.model.training else "eval"][name].append(math.nan if value is None else value)
+        if value is not None and math.isnan(value):
+            self._broken.add(name)
+
+    def log(self, logs, start_time=None):
+        """TRL leaves NaN out of a window's mean; one broken log-prob must show."""
+        for name in sorted(self._broken):
+            self._metrics["train"].pop(name, None)
+            logs[name] = math.nan
+        self._broken.clear()
+        super().log(logs, start_time)
 
     # data order and resume --------------------------------------------------------------------------------------------
 
@@ -650,20 +695,40 @@ class RLVRTrainer(GRPOTrainer):
             self._data_digest = digest.hexdigest()
         return self._data_digest
 
+    def create_model_card(self, *args, **kwargs):
+        """None: TRL's draft would name neither the base model nor the method; metrics.jsonl says what was run."""
+
     def _rollout_state_path(self, checkpoint):
         return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.args.save_only_model:
-            return
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # deletes no older one before this one is complete
+        finally:
+            self.args.save_total_limit = limit
+        if not self.args.save_only_model:
+            self._save_rollout_state(trial)
+        self.accelerator.wait_for_everyone()  # every rank's part is written
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=self._get_output_dir(trial=trial),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save_rollout_state(self, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         state = {
             "micro_step": self._step,
             "buffered_inputs": self._buffered_inputs,
             "sequences_sampled": self._sequences_sampled,
+            "sampled_with": self._sampled_with,
+            "recipe": type(self).__name__,
             "metrics": dict(self._metrics["train"]),
+            "broken": sorted(self._broken),
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
         }
@@ -674,6 +739,11 @@ class RLVRTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state.global_step >= self.state.max_steps:
+            raise ValueError(
+                f"{checkpoint} is at step {self.state.global_step} and the run ends at step {self.state.max_steps}: nothing "
+                "is left to train; raise --max_steps (or --num_train_epochs) to go on"
+            )
         path, rank = self._rollout_state_path(checkpoint), self.accelerator.process_index
         needed = [path.name, "rng_state.pth" if self.accelerator.num_processes == 1 else f"rng_state_{rank}.pth"]
         if not self.is_deepspeed_enabled:  # DeepSpeed keeps optimizer and scheduler in its own files and checks them
@@ -686,7 +756,15 @@ class RLVRTrainer(GRPOTrainer):
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
         device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
-        state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
+        try:
+            state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        if state["recipe"] != type(self).__name__:
+            raise ValueError(
+                f"{checkpoint} was made by {state['recipe']} and this is {type(self).__name__}: name the run to continue "
+                "with --output_dir, or the checkpoint itself"
+            )
         if state["num_processes"] != self.accelerator.num_processes:
             raise ValueError(
                 f"{checkpoint} was saved by {state['num_processes']} processes and this run has "
@@ -700,7 +778,9 @@ class RLVRTrainer(GRPOTrainer):
         self._step = state["micro_step"]
         self._buffered_inputs = state["buffered_inputs"]
         self._sequences_sampled = state["sequences_sampled"]
+        self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
+        self._broken = set(state["broken"])
 
     # held-out accuracy ------------------------------------------------------------------------------------------------
 
@@ -713,11 +793,14 @@ class RLVRTrainer(GRPOTrainer):
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = range(rank, len(rows), world)
         prompts = [rows[i]["prompt"] for i in mine for _ in range(samples)]
-        prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        if self.engine is None:
+        prompt_ids = self._tokenize_prompts(prompts)[0] if prompts else []
+        if self.engine is not None:
+            self.sync_engine()  # a collective where weights are sharded: also without problems of one's own
+        if not prompts:
+            ids = []
+        elif self.engine is None:
             ids, _ = self._generate_single_turn(prompt_ids, None, {}, samples)
         else:
-            self.sync_engine()
             streams = [EVAL_STREAM + i * samples + k for i in mine for k in range(samples)]
             ids = self.engine.generate(
                 prompt_ids,
@@ -728,7 +811,7 @@ class RLVRTrainer(GRPOTrainer):
             ).completion_ids
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         golds = [rows[i]["solution"] for i in mine for _ in range(samples)]
-        rewards = self.reward_funcs[0](completions=texts, solution=golds)
+        rewards = self.reward_funcs[0](completions=texts, solution=golds) if texts else []
         means = [_mean(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
         means = [m for m in means if m is not None]
         sums = torch.tensor([sum(means), sum(m * m for m in means), len(means)], dtype=torch.float64)

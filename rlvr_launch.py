@@ -6,6 +6,7 @@ DDP, a batch that does not hold whole groups) into one sentence at start.
 
 import argparse
 import contextlib
+import difflib
 import math
 import os
 import sys
@@ -64,7 +65,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         super().__init__(prog, max_help_position=34, width=119)
 
     def _format_usage(self, usage, actions, groups, prefix):
-        return f"usage: accelerate launch {Path(self._prog).name} [--config FILE.yaml] [options]\n\n"
+        name = Path(self._prog).name
+        return (
+            f"usage: accelerate launch {name} [--config FILE.yaml] [options]\n\nWithout --config and --model_name_or_path, "
+            "recipes/configs/tiny.yaml replaces the defaults shown below.\n\n"
+        )
 
     def _format_action_invocation(self, action):
         return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
@@ -113,7 +118,10 @@ def parse_args(config_class, doc, argv=None):
         elif "--model_name_or_path" not in given:
             argv = ["--config", str(TINY_CONFIG), *argv]
             say(f"embedded default: {TINY_CONFIG.relative_to(REPO)} (another model: --config or --model_name_or_path)")
-        args, model_args, _ = make_parser(config_class, doc).parse_args_and_config(argv)
+        args, model_args, _, unknown = make_parser(config_class, doc).parse_args_and_config(
+            argv, return_remaining_strings=True
+        )
+        refuse_unknown(unknown, config_class)
         check_processes(args)
         settle_output_dir(args, explicit="--output_dir" in given)
         model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
@@ -125,6 +133,15 @@ def quiet_libraries():
     """Keep the screen for what a run says: no bars for loading a file, no notices about names that TRL itself still uses."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+
+
+def refuse_unknown(words, config_class):
+    """Raise ValueError naming what the parser could not read, with the option that comes nearest."""
+    if words:
+        known = [*config_class.__dataclass_fields__, *ModelConfig.__dataclass_fields__]
+        near = difflib.get_close_matches(words[0].removeprefix("--").split("=")[0], known, 1)
+        hint = f"did you mean --{near[0]}?" if near else "--help_all lists the options"
+        raise ValueError(f"{' '.join(words)} is no option of this recipe: {hint}")
 
 
 def model_options(args, model_args):
@@ -250,6 +267,7 @@ def settle_output_dir(args, explicit):
                 f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder"
             )
         args.resume_from_checkpoint = str(checkpoint)
+        say(f"resuming from {checkpoint}, writing to {folder}")
     elif holds_a_run(folder):
         if explicit:
             raise ValueError(
@@ -260,6 +278,9 @@ def settle_output_dir(args, explicit):
     if PartialState().num_processes > 1:
         broadcast_object_list(choice)  # rank 0 decides: another rank may look a moment later, when the folder exists
     args.output_dir = choice[0]
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
 
 
 # --- device and precision ---------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def plot_curves(records, path, title=""):
             axis.set_yscale("log")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    figure.suptitle(title)
+    figure.suptitle(f"{title}     (pale: every step, bold: trailing mean)")
     figure.savefig(path, dpi=90)
     plt.close(figure)
 

@@ -290,7 +290,8 @@ _BARE_NUMBER = re.compile(r"[-+.0-9]+")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
-_TRIG = re.compile(r"sin|cos|tan|cot|sec|csc")
+_TRIG = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*DEGREE")
 
 
 def _strip_units(s):
@@ -319,8 +320,9 @@ def _clean(answer):
     s = " ".join(answer.translate(_SPELLING).split())
     for pattern, replacement in _REWRITES:
         s = pattern.sub(replacement, s)
-    # sin(30 degrees) is not sin(30); elsewhere the sign is a unit.
-    s = s.replace("DEGREE", "^{\\circ}" if _TRIG.search(s) else " ").lstrip(" ,;:。，；：").rstrip(" .,;:。，；：")
+    if _TRIG.search(s):  # sin(30 degrees) is not sin(30); elsewhere the sign is a unit
+        s = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", s)
+    s = s.replace("DEGREE", " ").lstrip(" ,;:。，；：").rstrip(" .,;:。，；：")
     s = _SAYS.sub("", s)
     if whole := _WHOLE_TEXT.fullmatch(s):
         words = _SAYS.sub("", whole.group(1))

@@ -5,6 +5,7 @@ r"""GRPO with TokenClip and SeqClip: stop training-inference mismatch from explo
     rho   = exp(mean_t log omega)    one number a sequence: a geometric mean, not the product
 
     J = 1/G sum_i keep_i 1/|o_i| sum_t psi_it A_i          A_i = R_i - mean(R) over the G samples of a prompt
+                                                           (--scale_rewards group divides by their deviation, as GRPO does)
 
     --token_clip none     psi A = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                        plain GRPO
     --token_clip tis      psi A = min(pi_old/mu, high) * min(r A, clip(r, ...) A)                       shrinks from above
@@ -15,8 +16,8 @@ Papers: GRPO arXiv:2402.03300 (eq. 3); TokenClip, SeqClip: Tencent Hunyuan, "Gra
 clip-higher: DAPO arXiv:2503.14476. The blog is the only specification of the clips; what it leaves open is marked
 "paper: not stated; we: ..." in rlvr_common.py.
 
-Smoke   accelerate launch recipes/grpo_tokenclip.py                    tiny Qwen3, arithmetic, CPU, under 3 minutes
-Compare accelerate launch recipes/grpo_tokenclip.py --rollout_dtype fp8 --token_clip icepop --seq_clip_low 0.995 --seq_clip_high 1.005
+Smoke   accelerate launch recipes/grpo_tokenclip.py                    tiny Qwen3, arithmetic, CPU, about 2 minutes
+Compare accelerate launch recipes/grpo_tokenclip.py --seq_clip_low 0.995 --seq_clip_high 1.005     (or --token_clip none)
 Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/grpo_tokenclip.py \
             --config recipes/configs/qwen3_4b_grpo_tokenclip.yaml
 Expect  results/grpo_tokenclip/report.md (three seeds, with and without the clips)
@@ -84,6 +85,7 @@ class GRPOTokenClipConfig(RLVRConfig):
 
 class GRPOTokenClipTrainer(RLVRTrainer):
     def _compute_loss(self, model, inputs):
+        # log-probs of both engines; old_logps equals logps while one sampling feeds one update
         args, batch = self.args, self.score(model, inputs)
         logps, old_logps, rollout_logps = batch.logps, batch.old_logps, batch.rollout_logps  # (N, T)
         mask, advantages = batch.mask, batch.advantages  # (N, T), (N, 1)
@@ -117,8 +119,9 @@ class GRPOTokenClipTrainer(RLVRTrainer):
             loss = loss + self.beta * kl
             self.track("kl", kl, mask)
 
-        self.track_policy(batch)
-        self.flush()
+        self.track_policy(batch)  # entropy, mismatch, raw ratio, omega and rho: what every recipe logs
+        self.flush()  # reduced once per optimizer step, over micro-batches and processes
+        # the denominator counts the whole optimizer step on all processes, before any clip
         return aggregate(loss, mask, args.aggregation, self.normalizer(args.aggregation))
 
 

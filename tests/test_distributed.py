@@ -50,7 +50,7 @@ def compare(a, b):
                 compared += 1
     assert compared >= 32
     assert any(r["grad_norm"] > 1e-3 for r in records_a if "grad_norm" in r)
-    assert weights_a.keys() == weights_b.keys()
+    assert weights_a.keys() == weights_b.keys() - {"lm_head.weight"}  # FSDP2 writes the tied head out
     assert max((weights_a[k] - weights_b[k]).abs().max().item() for k in weights_a) < 1e-5
 
 

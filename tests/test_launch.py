@@ -804,3 +804,11 @@ def test_the_recipe_prints_help_from_any_folder(tmp_path):
     done = launch(tmp_path, sys.executable, str(RECIPE), "--help")
     assert done.returncode == 0 and "--token_clip_low" in done.stdout
     assert done.stdout.startswith("usage: accelerate launch grpo_tokenclip.py")
+
+
+def test_an_output_dir_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        settle_output_dir(
+            SimpleNamespace(output_dir=str(tmp_path / "file" / "run"), resume_from_checkpoint=None), True
+        )

@@ -198,6 +198,36 @@ def test_resume_refuses_other_rows(tmp_path):
         make_ours(tmp_path, **RESUME | {"rows": 7}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_resume_of_a_finished_run_and_of_another_recipe_is_refused(tmp_path):
+    make_ours(tmp_path, **RESUME | {"max_steps": 3}).train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        make_ours(tmp_path, **RESUME | {"max_steps": 3}).train(resume_from_checkpoint=checkpoint)
+    other = make_ours(tmp_path, **RESUME)
+    other.__class__ = type("OtherRecipe", (type(other),), {})
+    with pytest.raises(ValueError, match="made by GRPOTokenClipTrainer and this is OtherRecipe"):
+        other.train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_stop_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
+    trainer = make_ours(tmp_path, **RESUME | {"save_total_limit": 1})
+    monkeypatch.setattr(trainer, "_save_rollout_state", stop_at(trainer, 6))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (tmp_path / "checkpoint-3" / "rollout_state_0.pt").exists()
+
+
+def stop_at(trainer, step):
+    save = trainer._save_rollout_state
+
+    def stopped(trial):
+        if trainer.state.global_step == step:
+            raise KeyboardInterrupt
+        save(trial)
+
+    return stopped
+
+
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +242,50 @@ def test_lora_trains_adapters_and_the_engine_samples_from_the_merged_weights(tmp
     trained = trainer.model.get_base_model().state_dict()
     frozen = [k for k in base if k in trained]
     assert frozen and all(torch.equal(base[k], trained[k]) for k in frozen)
+
+
+# --- broken numbers and empty groups ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_a_broken_log_prob_shows_in_the_metrics(tmp_path, logging_steps):
+    from grpo_tokenclip import GRPOTokenClipTrainer
+
+    class Broken(GRPOTokenClipTrainer):
+        def _rollout(self, prompts, trainer):
+            out = super()._rollout(prompts, trainer)
+            if self.state.global_step == 0:
+                out["logprobs"][0][0] = math.nan
+            return out
+
+    trainer = make_ours(tmp_path, max_steps=2, logging_steps=logging_steps)
+    trainer.__class__ = Broken
+    trainer.rollout_func = trainer._rollout
+    run(trainer)
+    first = read_metrics(tmp_path / "metrics.jsonl")[0]
+    for name in ("mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max", "rho/max"):
+        assert math.isnan(first[name]), name
+    assert not math.isnan(first["entropy"])
+
+
+@pytest.mark.parametrize("reward", [0.3, None])
+def test_groups_of_equal_or_missing_rewards_have_no_gradient_and_are_counted(tmp_path, reward):
+    trainer = make_ours(
+        tmp_path,
+        max_steps=1,
+        num_generations=7,
+        per_device_train_batch_size=7,
+        reward=lambda completions, **kwargs: [reward] * len(completions),
+        scale_rewards="group",
+    )
+    trainer.train()
+    record = trainer.state.log_history[0]
+    assert record["grad_norm"] == 0 and record["frac_reward_zero_std"] == 1
+
+
+def test_fewer_rows_than_one_sampling_needs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="gives 1 rows, but one sampling takes 2 prompts"):
+        make_ours(tmp_path, rows=1)
 
 
 # --- what a run writes ------------------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ RIGHT = [
     (r"5.4 \text{ cents}", "5.4"), ("34", r"\$34"), ("34", "€34"), ("18.90", r"\$18.90"), (r"\$18.90", "18.9"),
     ("34", "34 dollars"), ("34", "34个"), ("34", "34 厘米"), ("34", "共34个"), ("34", "34元"), (r"90^\circ", "90"),
     ("90", r"90^{\circ}"), ("90", "90°"), ("90", "90 degrees"), (r"\sin 30^\circ", r"\sin 30^{\circ}"),
+    (r"\sin 30^\circ", r"\frac12"), (r"2\cos(60^\circ)+x", "x+1"),
     (r"6m", "6m"), (r"\frac{37}{4} m", r"\frac{37m}{4}"), (r"3\sqrt{2}", r"3\sqrt{2}\text{ cm}"),
     ("15x - 80", "15x - 80 dollars"),
     # words
@@ -114,7 +115,7 @@ RIGHT = [
     (r"(3,2),(-3,2)", "(-3,2), (3,2)"), (r"2, 3, \text{ and } 4", "2,3,4"), ("100, 200", "200, 100"),
     (r"6, 8\text{, and }10", "10, 8, 6"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
     (r"3 \pm 2 \sqrt{2}", r"3 \pm \sqrt{8}"), (r"\{1\pm\sqrt{5},-2\}", r"\{-2, 1+\sqrt5, 1-\sqrt5\}"),
-    ("1/2, 3", "3, 0.5"), ("(x,y)=(1,2)", "(1,2)"), ("(1,2)", "(x,y) = (1,2)"),
+    ("1/2, 3", "3, 0.5"), ("10,11,123", "123, 11, 10"), ("(x,y)=(1,2)", "(1,2)"), ("(1,2)", "(x,y) = (1,2)"),
     # intervals and inequalities, both ways
     ("(2,5]", r"2 < x \le 5"), (r"2 < x \le 5", "(2,5]"), (r"x \in [-2,7]", "[-2,7]"), ("[-2,7]", r"x \in [-2,7]"),
     (r"(2,\infty)", "x > 2"), ("x>2", r"(2,\infty)"), ("x > 2", "2 < x"), (r"(-\infty, 0]", "x ≤ 0"),
@@ -150,7 +151,7 @@ WRONG = [
     (r"50\%", "0.5%"), (r"50\%", "5"), ("0.5", "0.5%"), ("34", "34x"), ("34", "34 x"), ("34", "34xy"), ("34", "34i"),
     ("34", r"34\text{ million}"), ("34", "34x^2"), ("34", "34 x^2"), ("34", "34x/y"), ("34", r"34\text{ hundredths}"),
     ("34", "34 hundredths"), ("34", "34 Factorial"), ("34", r"34\pi"), ("10", "10 factorial"), ("34", "34!"),
-    (r"90^\circ", r"\frac{\pi}{2}"), ("6m", "6"),
+    (r"90^\circ", r"\frac{\pi}{2}"), ("6m", "6"), (r"\sin 30^\circ", r"\sin 30"),
     (r"\frac{1}{m} t", r"\frac{1}{m}"),
     # words
     (r"\text{(C)}", "(D)"), (r"\text{Evelyn}", r"\text{Navin}"), (r"\text{east}", "seat"),
@@ -419,8 +420,8 @@ def test_a_pair_is_compared_once_and_all_workers_share_a_batch(verifier, monkeyp
     wait = module.wait
     monkeypatch.setattr(module, "wait", lambda on, timeout: at_once.append(len(on) - 1) or wait(on, timeout))
     before = verifier.pooled
-    answers = [rf"\boxed{{\sqrt{{3}}+{k % 5}\pi}}" for k in range(40)]
-    texts = [f"{k} ways to say {answer}" for k, answer in enumerate(answers)]
+    named = ["", "x = "]  # two spellings of what is sent to the workers as one
+    texts = [rf"{k}: \boxed{{{named[k % 2]}\sqrt{{3}}+{k % 5}\pi}}" for k in range(40)]
     verdicts = verifier.verify_batch([r"\pi+\sqrt{3}"] * 40, texts)
     assert [v.reward for v in verdicts] == [float(k % 5 == 1) for k in range(40)]
     assert verifier.pooled - before == 5
