@@ -47,6 +47,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
 
 MAX_ANSWER = 2000  # characters; math-verify reads no sum that is longer
+MAX_PARTS = 50  # boxes that are joined to one answer
 TASKS_PER_WORKER = 1000  # the caches of SymPy and ANTLR grow; a fresh fork costs milliseconds
 POLL_S = 2.0  # how often an idle process looks whether its parent is still there
 START_S = 120.0  # importing SymPy takes half a second, but a minute on a cold network disk
@@ -168,7 +169,7 @@ def extract_answer(text):
         text = text[text.rfind("</think>") + len("</think>") :]
     if "<think>" in text:
         return None, "no_answer"
-    commands, boxes, end = list(_BOX.finditer(text)), [], 0
+    commands, boxes, end = list(deque(_BOX.finditer(text), maxlen=MAX_PARTS)), [], 0
     if commands:
         content, end = _box(text, commands[-1].end())
         if content is None:
@@ -180,7 +181,7 @@ def extract_answer(text):
             return _within_limit(phrase)
     for earlier, later in zip(commands[-2::-1], commands[:0:-1], strict=True):
         content, end = _box(text, earlier.end())
-        if content is None or not _JOINT.fullmatch(text, end, later.start()) or len(boxes) > MAX_ANSWER:
+        if content is None or not _JOINT.fullmatch(text, end, later.start()):
             break
         if content != boxes[0]:
             boxes.insert(0, content)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import verifier as verifier_module  # noqa: E402
 from verifier import MathVerifier  # noqa: E402
 
 BARS = {
@@ -148,38 +149,34 @@ def timed(function, *args):
     return time.perf_counter() - start, result
 
 
-def compare(golds, turns):
-    """Seconds per style and turn of both, and the verdicts of both against the known ones."""
+def compare(golds, literal_turns, other_turns):
+    """[(style, literal?, our seconds, TRL's seconds)], our errors, TRL's errors, ours that TRL gets right, SymPy share."""
     from trl.rewards import accuracy_reward
 
-    table = [styles(gold, 98765) for gold in golds]
-    accuracy_reward([[{"content": text}] for _, text, _ in table[0]], [f"${golds[0]}$"] * len(table[0]))  # warms up
-    rows = []  # (style, literal?, seconds of ours, seconds of theirs), one for each turn
-    ours_wrong, theirs_wrong, worse = [], 0, []
-    pooled = 0
-    for turn in range(turns):
+    table = {gold: styles(gold, 98765) for gold in golds}
+    names = [name for name, _, _ in styles("1", 2)]
+    accuracy_reward([[{"content": text}] for _, text, _ in table[golds[0]]], [f"${golds[0]}$"] * len(names))  # warms up
+    rows, ours_wrong, theirs_wrong, worse, pooled = [], [], [], [], 0
+    for turn, literal in [(turn, True) for turn in range(literal_turns)] + [(turn, False) for turn in range(other_turns)]:
+        chosen = [gold for gold in golds if is_literal(gold) == literal]
+        verifier_module._clean.cache_clear()
+        verifier_module._number.cache_clear()
         with MathVerifier(workers=2, timeout_s=TIMEOUT_S) as verifier:
             verifier.verify("x^2", r"\boxed{x^3}")  # starts the workers
-            for literal in (True, False):
-                chosen = [i for i, gold in enumerate(golds) if is_literal(gold) == literal]
-                batch_golds = [golds[i] for i in chosen]
-                for k, (style, _, expected) in enumerate(table[0]):
-                    texts = [table[i][k][1] for i in chosen]
-                    messages = [[{"role": "assistant", "content": text}] for text in texts]
-                    theirs_args = accuracy_reward, messages, [f"${gold}$" for gold in batch_golds]
-                    if (turn + k) % 2:
-                        ours_s, ours = timed(verifier, texts, batch_golds)
-                        theirs_s, theirs = timed(*theirs_args)
-                    else:
-                        theirs_s, theirs = timed(*theirs_args)
-                        ours_s, ours = timed(verifier, texts, batch_golds)
-                    rows.append((style, literal, ours_s, theirs_s))
-                    if turn == 0:
-                        for gold, a, b in zip(batch_golds, ours, theirs, strict=True):
-                            ours_wrong += [(style, gold)] if a != expected else []
-                            theirs_wrong += b != expected
-                            worse += [(style, gold)] if b == expected != a else []
-            pooled = verifier.pooled
+            for k, style in enumerate(names):
+                texts = [table[gold][k][1] for gold in chosen]
+                expected = table[chosen[0]][k][2]
+                messages = [[{"role": "assistant", "content": text}] for text in texts]
+                both = [(verifier, texts, chosen), (accuracy_reward, messages, [f"${gold}$" for gold in chosen])]
+                order = (0, 1) if (turn + k) % 2 else (1, 0)
+                results = {side: timed(*both[side]) for side in order}
+                rows.append((style, literal, results[0][0], results[1][0]))
+                if turn == 0:
+                    for gold, ours, theirs in zip(chosen, results[0][1], results[1][1], strict=True):
+                        ours_wrong += [(style, gold)] * (ours != expected)
+                        theirs_wrong += [(style, gold)] * (theirs != expected)
+                        worse += [(style, gold)] * (theirs == expected != ours)
+            pooled += verifier.pooled if turn == 0 else 0
     return rows, ours_wrong, theirs_wrong, worse, pooled
 
 
@@ -197,7 +194,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="40 golds and a shorter timeout: within a minute")
     quick = parser.parse_args().quick
     golds = load_golds(40 if quick else 500)
-    rows, ours_wrong, theirs_wrong, worse, pooled = compare(golds, turns=1 if quick else 3)
+    rows, ours_wrong, theirs_wrong, worse, pooled = compare(golds, 3 if quick else 5, 1 if quick else 3)
 
     literal_styles = {style for style, _, _ in styles("1", 2)} - {"rewritten", "plus one"}
     print(f"{'style':16} {'golds':8} {'ours ms':>8} {'TRL ms':>8} {'ratio':>7}     per verdict, median of the turns")
@@ -223,7 +220,7 @@ def main():
         "verdicts": 20 * len(golds),
         "verdicts_worse": len(worse),
         "our_errors": len(ours_wrong),
-        "trl_errors": theirs_wrong,
+        "trl_errors": len(theirs_wrong),
         "share_through_sympy": round(pooled / (20 * len(golds)), 3),
         "hostile_inputs": len(hostile()),
         "hostile_timeouts": counts["timeout"],
