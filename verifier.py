@@ -48,6 +48,7 @@ from typing import NamedTuple
 
 MAX_ANSWER = 2000  # characters; math-verify reads no sum that is longer
 MAX_PARTS = 50  # boxes that are joined to one answer
+MAX_TAIL = 1 << 18  # characters from the end in which "Answer:" and its like are looked for
 TASKS_PER_WORKER = 1000  # the caches of SymPy and ANTLR grow; a fresh fork costs milliseconds
 POLL_S = 2.0  # how often an idle process looks whether its parent is still there
 START_S = 120.0  # importing SymPy takes half a second, but a minute on a cold network disk
@@ -123,15 +124,15 @@ def _box(text, begin):
 
 
 def _marks_from_last(text, begin):
-    """Where the content of each marker starts, the last one first."""
-    lower = text.lower()
-    if len(lower) != len(text):  # a few letters outside ASCII grow
-        lower = "".join(char.lower() if char.isascii() else char for char in text)
-    marks = sorted((mark for pattern in _MARKS for mark in pattern.finditer(lower, begin)), key=re.Match.start)
+    """Where the content of each marker after `begin` starts, the last one first."""
+    lower = text[begin:].lower()
+    if len(lower) != len(text) - begin:  # a few letters outside ASCII grow
+        lower = "".join(char.lower() if char.isascii() else char for char in text[begin:])
+    marks = sorted((mark for pattern in _MARKS for mark in pattern.finditer(lower)), key=re.Match.start)
     for mark in reversed(marks):
         line_start = lower.rfind("\n", 0, mark.start()) + 1
         if mark.groupdict().get("heading") is None or _BEFORE_HEADING.fullmatch(lower, line_start, mark.start()):
-            yield mark.end()
+            yield begin + mark.end()
 
 
 def _phrase(text, start):
@@ -175,7 +176,7 @@ def extract_answer(text):
         if content is None:
             return None, "truncated_box"
         boxes = [content]
-    for content_start in _marks_from_last(text, end):
+    for content_start in _marks_from_last(text, max(end, len(text) - MAX_TAIL)):
         phrase = _phrase(text, content_start)
         if not phrase.lower().startswith("not ") and (not boxes or _STARTS_LIKE_MATHS.match(phrase)):
             return _within_limit(phrase)
