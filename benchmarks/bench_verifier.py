@@ -156,9 +156,13 @@ def compare(golds, literal_turns, other_turns):
 
     table = {gold: styles(gold, 98765) for gold in golds}
     names = [name for name, _, _ in styles("1", 2)]
-    accuracy_reward([[{"content": text}] for _, text, _ in table[golds[0]]], [f"${golds[0]}$"] * len(names))  # warms up
+    accuracy_reward(
+        [[{"content": text}] for _, text, _ in table[golds[0]]], [f"${golds[0]}$"] * len(names)
+    )  # warms up
     rows, ours_wrong, theirs_wrong, worse, pooled = [], [], [], [], 0
-    for turn, literal in [(turn, True) for turn in range(literal_turns)] + [(turn, False) for turn in range(other_turns)]:
+    for turn, literal in [(turn, True) for turn in range(literal_turns)] + [
+        (turn, False) for turn in range(other_turns)
+    ]:
         chosen = [gold for gold in golds if is_literal(gold) == literal]
         verifier_module._clean.cache_clear()
         verifier_module._number.cache_clear()
