@@ -793,7 +793,7 @@ def _text(completion):
         return completion
     if not isinstance(completion, list) or not all(isinstance(message, dict) for message in completion):
         raise TypeError(f"a completion is {completion!r:.80}: MathVerifier reads texts and lists of messages (dicts)")
-    said = [message["content"] for message in completion if message.get("role", "assistant") == "assistant"]
+    said = [message.get("content") for message in completion if message.get("role", "assistant") == "assistant"]
     content = said[-1] if said else None
     if isinstance(content, list):
         content = "".join(block.get("text", "") for block in content)

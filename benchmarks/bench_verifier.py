@@ -133,7 +133,7 @@ def hostile():
     ]
 
 
-def load_golds(limit):
+def load_golds(quick):
     path = ROOT.parent / "shared" / "data" / "math500.jsonl"
     if path.exists():
         golds = [json.loads(line)["answer"] for line in path.open()]
@@ -141,7 +141,10 @@ def load_golds(limit):
         print(f"{path} is absent: using the {len(BUILT_IN)} built-in golds")
         golds = BUILT_IN
     random.Random(0).shuffle(golds)
-    return golds[:limit]
+    if not quick:
+        return golds
+    # More than 20 hard ones: math-verify remembers its last 20 parses, which no real batch would let it profit from.
+    return [g for g in golds if is_literal(g)][:20] + [g for g in golds if not is_literal(g)][:40]
 
 
 def timed(function, *args):
@@ -204,9 +207,9 @@ def attack(timeout_s):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="40 golds and a shorter timeout: within a minute")
+    parser.add_argument("--quick", action="store_true", help="60 golds and a shorter timeout: within a minute")
     quick = parser.parse_args().quick
-    golds = load_golds(40 if quick else 500)
+    golds = load_golds(quick)
     rows, ours_wrong, theirs_wrong, worse, pooled = compare(golds, 3 if quick else 5, 1 if quick else 3)
 
     literal_styles = {style for style, _, _ in styles("1", 2)} - {"rewritten", "plus one"}
