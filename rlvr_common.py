@@ -67,6 +67,13 @@ def masked_mean(x, mask):
     return torch.where(m, x, 0.0).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
 
 
+def equal_rewards(groups):
+    """(P, G) rewards -> (P, 1) bool: True where a group's scored (non-NaN) rewards are all equal, or none or one is scored."""
+    scored = ~groups.isnan()
+    low = torch.where(scored, groups, math.inf).amin(1, keepdim=True)
+    return low >= torch.where(scored, groups, -math.inf).amax(1, keepdim=True)
+
+
 def group_advantages(rewards, num_generations, scale="none"):
     """Reward minus the mean of its group of `num_generations` consecutive samples. (N,) -> (N,), float32 for integers.
 
@@ -94,9 +101,7 @@ def group_advantages(rewards, num_generations, scale="none"):
     scored = ~groups.isnan()
     count = scored.sum(1, keepdim=True)
     centred = torch.where(scored, groups - groups.nansum(1, keepdim=True) / count.clamp(min=1), 0.0)
-    low = torch.where(scored, groups, math.inf).amin(1, keepdim=True)
-    high = torch.where(scored, groups, -math.inf).amax(1, keepdim=True)
-    centred = torch.where(low >= high, 0.0, centred)  # one score, or all equal
+    centred = torch.where(equal_rewards(groups), 0.0, centred)
     if scale == "group":
         centred = centred / ((centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
     elif scale == "batch":
@@ -174,6 +179,14 @@ def minirl_loss(logps, old_logps, rollout_logps, advantages, eps_low=0.2, eps_hi
     return weighted_logp_loss(weight, advantages, logps)
 
 
+def k3(log_ratio):
+    """exp(x) - 1 - x, elementwise and >= 0: the k3 estimator of a KL from x = log(q/p) at samples of p.
+
+    By expm1, because near 0 it is x^2 / 2 and would cancel in float32; the exponent is clamped to +-20.
+    """
+    return torch.expm1(log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)) - log_ratio
+
+
 def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
     """(pi_theta/pi_b) * k3, k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1; (N, T). DeepSeek-V3.2 eq. 7.
 
@@ -186,7 +199,7 @@ def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
     if ratio_cap is not None:
         ratio = ratio.clamp(max=ratio_cap)
     log_ref = (_float(ref_logps) - _float(logps)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return ratio * (torch.expm1(log_ref) - log_ref)  # expm1: k3 is x^2 / 2 near 0 and would cancel in float32
+    return ratio * k3(log_ref)
 
 
 def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_keep_ratio=0.0):
@@ -479,24 +492,15 @@ class RLVRTrainer(GRPOTrainer):
         self._broken = set()  # metrics that were NaN since the last log
         self._counts = {}
         self._sampled_with = None  # weight fingerprint of the last sampling
-        self._unchanged_pushes = 0
+        self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
 
     # rollouts ---------------------------------------------------------------------------------------------------------
 
     def sync_engine(self):
         """Copy the current weights into the engine (all processes call it); once per weight version."""
-        before, version = self.engine.fingerprint, self.state.global_step
-        if before is None or self.engine.version != version:
-            fingerprint = self.engine.push_weights(self.model_wrapped, version)
-            changed = before is None or fingerprint != before
-            self._unchanged_pushes = 0 if changed else self._unchanged_pushes + 1
-            if self._unchanged_pushes == 5:
-                warnings.warn(
-                    f"the last 5 pushes up to step {version} left the rollout weights unchanged: the optimizer does not "
-                    "move them (learning rate 0, no gradient, or no advantage in any group)",
-                    stacklevel=2,
-                )
+        if self.engine.version != self.state.global_step:
+            self.engine.push_weights(self.model_wrapped, self.state.global_step)
 
     def _rollout(self, prompts, trainer):
         """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
@@ -504,6 +508,13 @@ class RLVRTrainer(GRPOTrainer):
         if self.state.global_step:  # compared with the sampling before this one, whatever pushed in between
             changed = self.engine.fingerprint != self._sampled_with
             self._metrics["train"]["rollout/weights_changed"].append(float(changed))
+            self._unchanged = 0 if changed else self._unchanged + 1
+            if self._unchanged == 5:
+                warnings.warn(
+                    f"the last 5 samplings up to step {self.state.global_step} used unchanged weights: the optimizer does "
+                    "not move them (learning rate 0, no gradient, or no advantage in any group)",
+                    stacklevel=2,
+                )
         self._sampled_with = self.engine.fingerprint
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
@@ -542,13 +553,9 @@ class RLVRTrainer(GRPOTrainer):
         for _ in advantages:  # the completions table shows the advantages that train
             self._logs["advantages"].pop()
         self._logs["advantages"].extend(advantages.tolist())
-        groups = self._rewards.view(-1, generations)  # TRL tests std == 0, which rounding of equal rewards misses
-        scored = ~groups.isnan()
-        low = torch.where(scored, groups, math.inf).amin(1)
-        high = torch.where(scored, groups, -math.inf).amax(1)
-        self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = (
-            (low >= high).float().mean().item()
-        )
+        equal = equal_rewards(self._rewards.view(-1, generations))  # TRL tests std == 0, which rounding misses
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["frac_reward_zero_std"][-1] = equal.float().mean().item()
         return output
 
     # loss plumbing ----------------------------------------------------------------------------------------------------
@@ -620,8 +627,7 @@ class RLVRTrainer(GRPOTrainer):
         mismatch = _ratio(batch.old_logps, batch.rollout_logps)
         self.track("entropy", batch.entropies, mask)
         self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
-        k3 = torch.expm1(log_mismatch.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)) - log_mismatch
-        self.track("mismatch/k3", k3, mask)  # m - 1 - log m, without its cancellation near 1
+        self.track("mismatch/k3", k3(log_mismatch), mask)
         extreme = (torch.maximum(mismatch, 1 / mismatch) > 2).float()  # F(2)
         self.track("mismatch/extreme_frac", torch.where(mismatch.isnan(), mismatch, extreme), mask)
         self.track("ratio", ratio, mask, quantiles=True)
@@ -897,8 +903,13 @@ def run(trainer, held_out=None):
         after = _evaluate("after", trainer, held_out)
     final = Path(args.output_dir) / "final"
     trainer.save_model(str(final))
-    if not trainer.accelerator.is_main_process:
-        return
+    if trainer.accelerator.is_main_process:
+        _close(report, trainer, before, after, final)
+    trainer.accelerator.end_training()  # joins the communication threads: an exit under them can abort the process
+
+
+def _close(report, trainer, before, after, final):
+    """Last metrics line, last curve and the closing table."""
     if after is not None:
         report.write({"step": trainer.state.global_step, "eval/accuracy": after["accuracy"]})
     report.draw()

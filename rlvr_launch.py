@@ -65,11 +65,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         super().__init__(prog, max_help_position=34, width=119)
 
     def _format_usage(self, usage, actions, groups, prefix):
-        name = Path(self._prog).name
-        return (
-            f"usage: accelerate launch {name} [--config FILE.yaml] [options]\n\nWithout --config and --model_name_or_path, "
-            "recipes/configs/tiny.yaml replaces the defaults shown below.\n\n"
-        )
+        return f"usage: accelerate launch {Path(self._prog).name} [--config FILE.yaml] [options]\n\n"
 
     def _format_action_invocation(self, action):
         return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
@@ -77,6 +73,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 def make_parser(config_class, doc, show_all=False):
     """TrlParser over (config_class, ModelConfig); unless show_all, help hides what a reader of this recipe can leave alone."""
+    doc += "\nWithout --config and --model_name_or_path, recipes/configs/tiny.yaml replaces the defaults shown here.\n"
     parser = TrlParser(
         (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
     )
@@ -121,7 +118,7 @@ def parse_args(config_class, doc, argv=None):
         args, model_args, _, unknown = make_parser(config_class, doc).parse_args_and_config(
             argv, return_remaining_strings=True
         )
-        refuse_unknown(unknown, config_class)
+        refuse_unknown(unknown, config_class, ModelConfig)
         check_processes(args)
         settle_output_dir(args, explicit="--output_dir" in given)
         model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
@@ -135,10 +132,10 @@ def quiet_libraries():
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 
 
-def refuse_unknown(words, config_class):
+def refuse_unknown(words, *config_classes):
     """Raise ValueError naming what the parser could not read, with the option that comes nearest."""
     if words:
-        known = [*config_class.__dataclass_fields__, *ModelConfig.__dataclass_fields__]
+        known = [name for config_class in config_classes for name in config_class.__dataclass_fields__]
         near = difflib.get_close_matches(words[0].removeprefix("--").split("=")[0], known, 1)
         hint = f"did you mean --{near[0]}?" if near else "--help_all lists the options"
         raise ValueError(f"{' '.join(words)} is no option of this recipe: {hint}")

@@ -40,7 +40,7 @@ from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from rlvr_data import PROMPT_STYLES, load_math_rows, load_math_rows_report  # noqa: E402
-from rlvr_launch import HelpFormatter, check_processes, find_model, say  # noqa: E402
+from rlvr_launch import HelpFormatter, check_processes, find_model, one_sentence, refuse_unknown, say  # noqa: E402
 from rollout import ROLLOUT_DTYPES, TransformersEngine  # noqa: E402
 from verifier import MathVerifier, extract_answer  # noqa: E402
 
@@ -550,11 +550,10 @@ def make_parser():
 
 
 def main():
-    try:
-        (config,) = make_parser().parse_args_and_config()
+    with one_sentence():
+        config, unknown = make_parser().parse_args_and_config(return_remaining_strings=True)
+        refuse_unknown(unknown, EvaluateConfig)
         job = prepare(config)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
     evaluate(job)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -333,3 +334,14 @@ class StopAt(__import__("transformers").TrainerCallback):
         if state.global_step == self.step:
             control.should_training_stop = True
         return control
+
+
+@pytest.mark.parametrize("learning_rate, warned", [(0.0, 1), (1e-3, 0)])
+def test_weights_that_never_change_are_warned_of_once(tmp_path, learning_rate, warned):
+    trainer = make_ours(tmp_path, max_steps=7, learning_rate=learning_rate, max_completion_length=4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert sum("used unchanged weights" in str(w.message) for w in seen) == warned
+    changed = [r["rollout/weights_changed"] for r in trainer.state.log_history if "rollout/weights_changed" in r]
+    assert changed == [float(not warned)] * 6
