@@ -34,6 +34,7 @@ from transformers.trainer import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from gradloc import Attachment, GradLoc
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
@@ -400,6 +401,25 @@ class RLVRConfig(GRPOConfig):
     eval_problems: int = field(default=200, metadata={"help": "held-out problems"})
     eval_samples: int = field(default=4, metadata={"help": "samples a problem (accuracy is avg@k)"})
     eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0 = only before and after"})
+    # gradient spikes
+    gradloc: str = field(
+        default="off",
+        metadata={"help": "explain gradient spikes, into output_dir/gradloc: off | directional | search"},
+    )
+    gradloc_trigger: str = field(default="adaptive", metadata={"help": "what a spike is: adaptive | paper"})
+    gradloc_tau: float | None = field(
+        default=None, metadata={"help": "tau_token of --gradloc_trigger paper. GradLoc script: 640"}
+    )
+    gradloc_every: int = field(default=0, metadata={"help": "also look at every n-th step; 0 = spikes only"})
+    gradloc_cooldown: int = field(
+        default=10, metadata={"help": "steps after a report in which spikes are only counted"}
+    )
+    layer_clip: bool = field(
+        default=False, metadata={"help": "clip each layer's gradient by its own history, before the global clip"}
+    )
+    layer_clip_alpha: float = field(default=2.0, metadata={"help": "a layer may reach this multiple of its statistic"})
+    layer_clip_beta: float = field(default=0.95, metadata={"help": "decay of the statistic, per step"})
+    layer_clip_mode: str = field(default="layer", metadata={"help": "layer | tensor (every parameter by itself)"})
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -423,6 +443,24 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 f"--eval_samples {self.eval_samples} --eval_problems {self.eval_problems}: give at least 1, or no --eval_source"
             )
+        if self.gradloc not in ("off", "directional", "search"):
+            raise ValueError(f"--gradloc {self.gradloc} is unknown: use off, directional or search")
+        if self.gradloc_trigger not in ("adaptive", "paper"):
+            raise ValueError(f"--gradloc_trigger {self.gradloc_trigger} is unknown: use adaptive or paper")
+        if self.gradloc_trigger == "paper" and not (self.gradloc_tau or 0) > 0:
+            raise ValueError(
+                f"--gradloc_trigger paper --gradloc_tau {self.gradloc_tau}: give the norm a typical token may reach, above 0"
+            )
+        if self.gradloc_every < 0 or self.gradloc_cooldown < 0:
+            raise ValueError(
+                f"--gradloc_every {self.gradloc_every} --gradloc_cooldown {self.gradloc_cooldown}: need 0 or more steps"
+            )
+        if not self.layer_clip_alpha > 1 or not 0 <= self.layer_clip_beta < 1:
+            raise ValueError(
+                f"--layer_clip_alpha {self.layer_clip_alpha} --layer_clip_beta {self.layer_clip_beta}: need alpha > 1, 0 <= beta < 1"
+            )
+        if self.layer_clip_mode not in ("layer", "tensor"):
+            raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -494,6 +532,30 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = None  # weight fingerprint of the last sampling
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
+        self._attachment = self._watch_gradients()
+
+    def _watch_gradients(self):
+        """GradLoc and LayerClip as the flags say, or None."""
+        args = self.args
+        gradloc = layer_clip = None
+        if args.gradloc != "off":
+            gradloc = GradLoc(
+                Path(args.output_dir) / "gradloc",
+                method=args.gradloc,
+                tokenizer=self._tokenizer,
+                aggregation=args.aggregation,
+                trigger=args.gradloc_trigger,
+                tau=args.gradloc_tau,
+                cooldown=args.gradloc_cooldown,
+                every_n_steps=args.gradloc_every,
+            )
+        if args.layer_clip:
+            layer_clip = {
+                "alpha": args.layer_clip_alpha,
+                "beta": args.layer_clip_beta,
+                "mode": args.layer_clip_mode,
+            }
+        return Attachment(self, gradloc, layer_clip) if gradloc is not None or args.layer_clip else None
 
     # rollouts ---------------------------------------------------------------------------------------------------------
 
@@ -549,6 +611,7 @@ class RLVRTrainer(GRPOTrainer):
         advantages = group_advantages(self._rewards, generations, self.args.scale_rewards)
         n, rank = len(inputs), self.accelerator.process_index
         output["advantages"] = advantages[rank * n : (rank + 1) * n]
+        output["rewards"] = self._rewards[rank * n : (rank + 1) * n]
         output["version"] = torch.full((n,), self.state.global_step, device=advantages.device)
         for _ in advantages:  # the completions table shows the advantages that train
             self._logs["advantages"].pop()
@@ -737,6 +800,7 @@ class RLVRTrainer(GRPOTrainer):
             "broken": sorted(self._broken),
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
+            "gradients": None if self._attachment is None else self._attachment.state_dict(),
         }
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
@@ -787,6 +851,8 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
+        if self._attachment is not None and state["gradients"] is not None:
+            self._attachment.load_state_dict(state["gradients"])
 
     # held-out accuracy ------------------------------------------------------------------------------------------------
 

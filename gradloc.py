@@ -1,0 +1,1068 @@
+"""GradLoc: when the gradient spikes, say which rank, sequence, token and layer made it, why, and what treats it.
+
+    python gradloc.py view runs/grpo_tokenclip                      every spike of a run, and a page that lists them
+
+In a TRL trainer (GRPO, SFT, or a recipe of this project, where it is one flag: --gradloc directional):
+
+    gradloc = GradLoc("runs/mine/gradloc", tokenizer=tokenizer)
+    gradloc.attach(trainer)                                          before trainer.train()
+
+In a plain Accelerate loop: `logps = gradloc.watch(model, batch, logps_fn)` in place of `logps_fn(model, batch)`, and
+`gradloc.check(model)` after the backward of the step, before clipping.
+In a notebook: `GradLoc().explain(model, batch, logps_fn, objective_fn)`.
+
+How it works: gradloc_methods.py. Read only: weights, gradients and RNG are the same bits afterwards. While nothing happens it
+costs one gradient norm and one comparison a step. Source: Tencent Hunyuan, "GradLoc" blog, 2026-02; the directional method,
+the sequence and layer levels, the causes' evidence and the report are ours.
+"""
+
+import hashlib
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+import gradloc_report
+from gradloc_methods import (
+    Call,
+    Found,
+    Step,
+    coefficients,
+    confirm,
+    contributions,
+    first_nonfinite,
+    gather_objects,
+    inner_module,
+    named_outputs,
+    rank,
+    rng_state,
+    search,
+    set_rng_state,
+    sum_over_ranks,
+    world_size,
+)
+from layer_clip import LayerClip, gradient_norms, group_norms, kind_of, layer_of, parameter_norms  # noqa: F401
+
+CAUSES = {
+    "A.1": "token-level training-inference mismatch",
+    "A.2": "sequence-level training-inference mismatch",
+    "B": "layer-wise gradient heterogeneity",
+    "N": "a value that is not finite",
+    "unclassified": "no known cause",
+}
+REMEDIES = {
+    "A.1": "--token_clip icepop",
+    "A.2": "--seq_clip_low 0.995 --seq_clip_high 1.005",
+    "B": "--layer_clip",
+    "N": "",
+    "unclassified": "",
+}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TokenReport:
+    """One token of a report. share: signed part of the step's gradient norm; grad_norm, layers, kinds: exact, where confirmed."""
+
+    rank: int
+    micro_batch: int
+    sequence: int
+    position: int
+    token_id: int | None
+    token: str | None
+    share: float
+    weight: float | None = None
+    grad_norm: float | None = None
+    grad_norm_share: float | None = None
+    layers: dict | None = None
+    kinds: dict | None = None
+    logp: float | None = None
+    old_logp: float | None = None
+    rollout_logp: float | None = None
+    ref_logp: float | None = None
+    ratio: float | None = None
+    mismatch: float | None = None
+    omega: float | None = None
+    rho: float | None = None
+    advantage: float | None = None
+    reward: float | None = None
+    prompt_id: str | None = None
+    version: int | None = None
+
+
+@dataclass
+class SpikeReport:
+    """One explained step. `to_dict()` is what the JSONL line and the page hold; gradloc_report.check_report describes it."""
+
+    step: int | None
+    method: str
+    trigger: dict
+    grad_norm: float
+    cause: str
+    sentence: str
+    tokens: list = field(default_factory=list)
+    sequences: list = field(default_factory=list)
+    certificate: float | None = None
+    remainder: float = 0.0
+    evidence: list = field(default_factory=list)
+    not_judged: list = field(default_factory=list)
+    remedy: str = ""
+    note: str = ""
+    layers: dict = field(default_factory=dict)
+    kinds: dict = field(default_factory=dict)
+    search: dict | None = None
+    offender: dict | None = None
+    num_tokens: int = 0
+    num_sequences: int = 0
+    seconds: float = 0.0
+    time_ratio: float | None = None
+    run: str = ""
+    time: str = ""
+    page: str | None = None
+
+    @property
+    def top1_share(self):
+        return abs(self.tokens[0].share) if self.tokens else 0.0
+
+    @property
+    def top10_share(self):
+        return sum(abs(t.share) for t in self.tokens[:10])
+
+    def to_dict(self):
+        fields = {k: v for k, v in vars(self).items() if k != "page"}
+        return fields | {
+            "format": 1,
+            "update": self.step,
+            "world_size": world_size(),
+            "cause_name": CAUSES[self.cause],
+            "tokens": [vars(t) for t in self.tokens],
+            "top1_share": self.top1_share,
+            "top10_share": self.top10_share,
+        }
+
+    def __str__(self):
+        return self.sentence
+
+
+# --- when to look -----------------------------------------------------------------------------------------------------
+
+
+class Trigger:
+    """Decides from the gradient norm whether a step is looked into.
+
+    "adaptive"  norm > threshold = max(factor * median, median * exp(z * 1.4826 * MAD of log norms)) over the last `window`
+                norms, from the `warmup`-th on. A norm above the threshold enters the window as the threshold: a collapse
+                cannot lift the bar at once, a lasting change of level still can. Steps with norm 0 (no advantage
+                anywhere) are left out.
+                ours; the blog's constant must be tuned for each model, aggregation and advantage scale.
+    "paper"     norm > tau sqrt(sum_t a_t^2), which is tau/sqrt(N) for a token mean over N tokens.
+
+    A norm, loss or log-prob that is not finite always triggers. After a report of one kind (spike, non-finite) the next
+    `cooldown` steps of that kind are only counted. every_n_steps > 0 also looks at every n-th step.
+    """
+
+    def __init__(
+        self, trigger="adaptive", tau=None, window=64, warmup=16, factor=3.0, z=6.0, cooldown=10, every_n_steps=0
+    ):
+        if trigger not in ("adaptive", "paper"):
+            raise ValueError(f"trigger={trigger!r} is unknown: use 'adaptive' or 'paper'")
+        if trigger == "paper" and not (tau is not None and tau > 0):
+            raise ValueError(f"trigger='paper' needs tau > 0, the norm a typical token may reach, and got tau={tau}")
+        if window < 4 or not 2 <= warmup <= window:
+            raise ValueError(f"window={window}, warmup={warmup}: need 2 <= warmup <= window and window >= 4")
+        if not (factor > 1 and z > 0) or cooldown < 0 or every_n_steps < 0:
+            raise ValueError(
+                f"factor={factor}, z={z}, cooldown={cooldown}, every_n_steps={every_n_steps}: need factor > 1, z > 0 and "
+                "no negative counts"
+            )
+        self.kind, self.tau, self.warmup, self.factor, self.z = trigger, tau, warmup, factor, z
+        self.cooldown, self.every_n_steps = cooldown, every_n_steps
+        self.norms = deque(maxlen=window)
+        self.seen = 0
+        self.quiet = {"spike": 0, "non-finite": 0}  # steps left in which that kind is only counted
+        self.suppressed = 0
+
+    def threshold(self, squares=None):
+        """The norm above which a step is a spike; None while it cannot be told. squares: sum of a_t^2 (for "paper")."""
+        if self.kind == "paper":
+            return self.tau * math.sqrt(squares)
+        if len(self.norms) < self.warmup:
+            return None
+        logs = [math.log(n) for n in self.norms]
+        median = statistics.median(logs)
+        spread = statistics.median(abs(x - median) for x in logs)
+        return math.exp(median) * max(self.factor, math.exp(min(self.z * 1.4826 * spread, 50.0)))
+
+    def decide(self, norm, finite=True, squares=None):
+        """Call once a step. -> (reason or None, threshold or None, median or None). Reasons: non-finite, adaptive, paper, every_n_steps."""
+        self.seen += 1
+        threshold = self.threshold(squares)
+        median = statistics.median(self.norms) if self.norms else None
+        reason, kind = None, None
+        if not (finite and math.isfinite(norm)):
+            reason, kind = "non-finite", "non-finite"
+        else:
+            if threshold is not None and norm > threshold:
+                reason, kind = self.kind, "spike"
+            if norm > 0:
+                self.norms.append(norm if threshold is None or self.kind == "paper" else min(norm, threshold))
+        silent = kind is not None and self.quiet[kind] > 0
+        self.quiet = {k: max(0, left - 1) for k, left in self.quiet.items()}
+        if silent:
+            self.suppressed += 1
+            reason = None
+        elif kind is not None:
+            self.quiet[kind] = self.cooldown
+        if reason is None and self.every_n_steps and self.seen % self.every_n_steps == 0 and norm > 0:
+            reason = "every_n_steps" if math.isfinite(norm) else None
+        return reason, threshold, median
+
+    def state_dict(self):
+        return {
+            "norms": list(self.norms), "seen": self.seen, "quiet": dict(self.quiet), "suppressed": self.suppressed,
+        }  # fmt: skip
+
+    def load_state_dict(self, state):
+        self.norms = deque(state["norms"], maxlen=self.norms.maxlen)
+        self.seen, self.suppressed, self.quiet = state["seen"], state["suppressed"], dict(state["quiet"])
+
+
+# --- what made it -----------------------------------------------------------------------------------------------------
+
+
+def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0):
+    """Cause of a spike from its evidence. -> (cause, evidence sentences, what could not be judged).
+
+    tokens     [{"share", "omega"}] signed shares of the norm; omega may be None
+    sequences  [{"share", "rho", "log_rho_z"}]: rho may be None; log_rho_z = |log rho - median| / (1.4826 MAD) over the step's
+               sequences
+    layers     {name: {"norm", "median", "ratio"}}: ratio to the layer's own median, None without history
+
+    A.1  the tokens whose omega is outside token_band hold at least half of the norm that the listed tokens hold
+    A.2  else, the sequences with omega inside and rho outside seq_band hold at least half of it, and they stand out of the step (z > 3)
+    B    else, some layer is more than layer_factor times its own median and more than twice as far from it as the
+         median layer is: heterogeneous, not everything at once
+    paper: bands TokenClip [0.5, 5], SeqClip (0.995, 1.005); which share makes a cause, and what "outside its history" means for a
+    layer, not stated; we: half, and the factors above, because they separate planted causes (results/gradloc/report.md).
+    """
+    evidence, not_judged = [], []
+    total = sum(abs(t["share"]) for t in tokens) or 1.0
+    judged = [t for t in tokens if t["omega"] is not None]
+    outside = [t for t in judged if not token_band[0] <= t["omega"] <= token_band[1]]
+    part = sum(abs(t["share"]) for t in outside) / total
+    if not judged:
+        not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
+    elif part >= 0.5:
+        worst = max(outside, key=lambda t: abs(t["share"]))
+        evidence.append(
+            f"{len(outside)} of {len(tokens)} listed tokens have omega = pi_theta/mu outside [{token_band[0]:g}, {token_band[1]:g}] and "
+            f"hold {100 * part:.0f} % of what the list holds; the largest has omega = {worst['omega']:.3g}"
+        )
+        return "A.1", evidence, not_judged
+    elif outside:
+        evidence.append(f"tokens with omega outside the band hold only {100 * part:.0f} % of what the list holds")
+    else:
+        evidence.append(f"omega of every listed token lies in [{token_band[0]:g}, {token_band[1]:g}]")
+    known = [s for s in sequences if s["rho"] is not None]
+    drifting = [s for s in known if not seq_band[0] < s["rho"] < seq_band[1]]
+    share = sum(abs(s["share"]) for s in sequences) or 1.0
+    standing_out = [s for s in drifting if s["log_rho_z"] is None or s["log_rho_z"] > 3]
+    part = sum(abs(s["share"]) for s in standing_out) / share
+    if part >= 0.5:
+        worst = max(standing_out, key=lambda s: abs(s["share"]))
+        z = (
+            ""
+            if worst["log_rho_z"] is None
+            else f", {worst['log_rho_z']:.0f} robust deviations from the step's median"
+        )
+        evidence.append(
+            f"rho (geometric mean of omega) is {worst['rho']:.4g}, outside ({seq_band[0]:g}, {seq_band[1]:g}){z}, in sequences "
+            f"with {100 * part:.0f} % of what the listed ones hold"
+        )
+        return "A.2", evidence, not_judged
+    if known:
+        evidence.append(
+            f"rho is outside ({seq_band[0]:g}, {seq_band[1]:g}) in {len(drifting)} of {len(known)} listed sequences, but "
+            + ("in none that stands out of the step" if not standing_out else "these hold the smaller part")
+        )
+    ratios = {name: layer["ratio"] for name, layer in layers.items() if layer["ratio"] is not None}
+    if len(ratios) < 2:
+        not_judged.append("B: fewer than 8 earlier steps of layer norms are recorded")
+        return "unclassified", evidence, not_judged
+    middle = statistics.median(ratios.values())
+    name = max(ratios, key=ratios.get)
+    if ratios[name] > layer_factor and ratios[name] > 2 * middle:
+        evidence.append(
+            f"{name} is at {ratios[name]:.1f} times its own median norm while the median layer is at {middle:.1f} times"
+        )
+        return "B", evidence, not_judged
+    evidence.append(
+        f"layers move together: the largest, {name}, is at {ratios[name]:.1f} times its median, the median layer at {middle:.1f}"
+    )
+    return "unclassified", evidence, not_judged
+
+
+# --- GradLoc ----------------------------------------------------------------------------------------------------------
+
+
+class GradLoc:
+    """Watches gradient norms and explains spikes.
+
+    folder         where spikes.jsonl and the pages go; None = nothing is written
+    method         "directional" (one pass over all tokens), "search" (the published bisection)
+    tokenizer      decodes tokens for the report; None = ids only
+    aggregation    of the loss, for the thresholds of `search` and the paper's trigger: token_mean | seq_mean_token_mean | seq_sum
+    confirm        number of top tokens whose gradient is computed exactly, with norms per layer
+    tolerance      largest certificate (relative gap) that `directional` may keep; beyond it `search` takes over
+    budget         backward passes of a search
+    trigger, tau, window, warmup, factor, z, cooldown, every_n_steps: see Trigger
+    Raises ValueError for an unknown method or aggregation.
+    """
+
+    def __init__(
+        self, folder=None, method="directional", tokenizer=None, aggregation="token_mean", confirm=4, tolerance=0.05, budget=128,
+        token_band=(0.5, 5.0), seq_band=(0.995, 1.005), differentiation="auto", quiet=False, **trigger,
+    ):  # fmt: skip
+        if method not in ("directional", "search"):
+            raise ValueError(f"method={method!r} is unknown: use 'directional' or 'search'")
+        if aggregation not in ("token_mean", "seq_mean_token_mean", "seq_sum"):
+            raise ValueError(f"aggregation={aggregation!r} is unknown: use token_mean, seq_mean_token_mean or seq_sum")
+        if confirm < 0 or budget < 1 or not tolerance > 0:
+            raise ValueError(
+                f"confirm={confirm}, budget={budget}, tolerance={tolerance}: use counts >= 0, >= 1 and > 0"
+            )
+        self.folder = None if folder is None else Path(folder)
+        self.method, self.tokenizer, self.aggregation = method, tokenizer, aggregation
+        self.confirm, self.tolerance, self.budget = confirm, tolerance, budget
+        self.token_band, self.seq_band, self.differentiation, self.quiet = token_band, seq_band, differentiation, quiet
+        self.trigger = Trigger(**trigger)
+        self.layer_history = deque(maxlen=64)  # [norm of every layer], one entry a step
+        self.step = 0
+        self.reports = 0
+        self.last = None  # the newest SpikeReport, on every rank
+        self.losses = []  # of the step's micro-batches, detached
+        self._calls, self._layers = [], None
+        self._clock = self._step_seconds = None
+
+    # recording --------------------------------------------------------------------------------------------------------
+
+    def watch(self, model, batch, logps_fn):
+        """logps_fn(model, batch), recorded: use its result in the loss as usual. Once a micro-batch."""
+        noise = rng_state() if _has_dropout(model) else None
+        outputs = logps_fn(model, batch)
+        self.record(logps_fn, batch, outputs, noise)
+        return outputs
+
+    def record(self, logps_fn, batch, outputs, noise=None):
+        """Remember a call that was made: logps_fn(model, batch) gave `outputs`, which the coming backward goes through."""
+        named = named_outputs(outputs)
+        if not (torch.is_grad_enabled() and named["logps"].requires_grad):
+            return None
+        call = Call(logps_fn, batch, named, *_mask_and_ids(batch, named["logps"].shape), rng=noise)
+        if isinstance(batch, Mapping):
+            call.extras = _extras(batch, call.shape)
+        call.watch(named)
+        self._calls.append(call)
+        return call
+
+    # a step -----------------------------------------------------------------------------------------------------------
+
+    def check(self, model, step=None):
+        """After the backward of an optimizer step, before clipping; all ranks call it. -> SpikeReport or None.
+
+        step: its number in the report; None = counted here. Read-only.
+        """
+        self.step = self.step + 1 if step is None else step
+        calls, self._calls = self._calls, []
+        losses, self.losses = self.losses, []
+        parameters = _trainable(model)
+        now = time.perf_counter()
+        if self._clock is not None:
+            self._step_seconds = now - self._clock
+        norms, layers, finite, squares = self._measure(parameters, calls, losses)
+        reason, threshold, median = self.trigger.decide(norms, finite, squares)
+        report = None
+        if reason is not None:
+            trigger = {"reason": reason, "grad_norm": norms, "threshold": threshold, "median": median}
+            trigger["loss"] = float(sum(losses)) if losses else None
+            gradient = [p.grad for p in parameters.values()]
+            report = self._localise(model, calls, parameters, gradient, trigger)
+        if finite and norms > 0:
+            self.layer_history.append(layers)
+        self._clock = time.perf_counter()
+        return report
+
+    def explain(self, model, batch, logps_fn, objective_fn):
+        """Localise a loss in one call, spike or not. -> SpikeReport.
+
+        batch: one batch, or a list of micro-batches whose losses add up. logps_fn(model, batch) -> (N, T) log-probs (or a
+        tuple or mapping that starts with them); objective_fn(logps, batch) -> scalar. Several ranks: each its own batch,
+        the gradient is their mean, as in DDP. Leaves gradients, weights and RNG as they were.
+        """
+        calls, parameters, gradient, loss = _backward(model, batch, logps_fn, objective_fn)
+        norm = float(gradient_norms(list(parameters.values()), gradient).double().square().sum().sqrt())
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        trigger = {
+            "reason": "call" if finite else "non-finite",
+            "grad_norm": norm,
+            "threshold": None,
+            "median": None,
+            "loss": loss,
+        }
+        return self._localise(model, calls, parameters, gradient, trigger)
+
+    def _measure(self, parameters, calls, losses):
+        """(norm, layer norms, all finite?, sum of a_t^2): one transfer to the host."""
+        names, params = list(parameters), list(parameters.values())
+        if self._layers is None or self._layers[2] != names:
+            labels = list(dict.fromkeys(layer_of(name) for name in names))
+            index = torch.tensor([labels.index(layer_of(name)) for name in names], device=params[0].device)
+            self._layers = labels, index, names
+        labels, index, _ = self._layers
+        layers = group_norms(parameter_norms(params), index, len(labels)).double()
+        broken = [~torch.isfinite(loss).all() for loss in losses]
+        broken += [(~torch.isfinite(call.outputs["logps"]) & call.mask).any() for call in calls]
+        broken += [~torch.isfinite(weight).all() for call in calls for weight in call.weights.values()]
+        flag = torch.stack(broken).any() if broken else torch.zeros((), dtype=torch.bool)
+        flag = sum_over_ranks(flag.to(layers).reshape(1))
+        values = torch.cat([layers, flag]).tolist()
+        norm = math.sqrt(sum(v * v for v in values[:-1]))
+        squares = None
+        if self.trigger.kind == "paper" and calls:
+            mine = sum(c.square().sum() for c in coefficients(calls, self.aggregation))
+            squares = float(sum_over_ranks(mine.clone()))
+        return norm, dict(zip(labels, values[:-1], strict=True)), values[-1] == 0, squares
+
+    def _localise(self, model, calls, parameters, gradient, trigger):
+        start = time.perf_counter()
+        if not calls:
+            warnings.warn(
+                f"step {self.step}: gradient norm {trigger['grad_norm']:.4g} triggered, but no model call was recorded: use "
+                "GradLoc.watch in the loop or GradLoc.attach(trainer)",
+                stacklevel=3,
+            )
+            return None
+        noise = rng_state()
+        try:
+            report = self._explain(Step(model, calls, parameters, gradient), trigger)
+        except RuntimeError as error:
+            if world_size() > 1:
+                raise  # the other ranks are in a collective: going on would hang, not train
+            warnings.warn(
+                f"step {self.step}: GradLoc could not look into it ({error}); training goes on", stacklevel=3
+            )
+            return None
+        finally:
+            set_rng_state(noise)
+        report.seconds = time.perf_counter() - start
+        report.time_ratio = report.seconds / self._step_seconds if self._step_seconds else None
+        self.last, self.reports = report, self.reports + 1
+        if rank() == 0:
+            if self.folder is not None:
+                page = gradloc_report.write_spike(report.to_dict(), self.folder)
+                report.page = None if page is None else str(page)
+            if not self.quiet:
+                tqdm.write(
+                    f"GradLoc: {report.sentence}" + (f"\n  {report.page}" if report.page else "")
+                )  # keeps bars whole
+        return report
+
+    def _explain(self, step, trigger):
+        report = SpikeReport(
+            step=self.step, method=self.method, trigger=trigger, grad_norm=step.norm, cause="unclassified", sentence="",
+            run=self.folder.resolve().parent.name if self.folder else "", time=datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        counts = gather_objects([(int(c.mask.sum()), int(c.mask.any(1).sum())) for c in step.calls])
+        report.num_tokens = sum(t for part in counts for t, _ in part)
+        report.num_sequences = sum(s for part in counts for _, s in part)
+        self._name_layers(step, report)
+        broken = trigger["reason"] == "non-finite"
+        if broken:
+            places, values = self._nonfinite(step, report)
+        elif step.norm == 0:
+            report.method, report.note = "none", "the gradient is exactly zero: no token adds to it"
+            places, values = [], None
+        else:
+            places, values = self._contributors(step, report)
+        found = {}
+        if places and not broken:
+            known = {p: f for p, f in places.items() if isinstance(f, Found)}
+            missing = [p for p in list(places)[: self.confirm] if p not in known]
+            found = known | dict(zip(missing, confirm(step, missing) if missing else [], strict=True))
+        self._describe(step, report, list(places), values, found)
+        if not broken and report.tokens:
+            _diagnose_into(report, self.token_band, self.seq_band)
+        report.sentence = _sentence(report)
+        return report
+
+    def _name_layers(self, step, report):
+        for label, names in (("layers", layer_of), ("kinds", kind_of)):
+            setattr(report, label, _grouped(step, step.norms, names))
+        history = list(self.layer_history)
+        for name, norm in report.layers.items():
+            past = [h[name] for h in history if h.get(name, 0) > 0]
+            median = statistics.median(past) if len(past) >= 8 else None
+            report.layers[name] = {"norm": norm, "median": median, "ratio": norm / median if median else None}
+
+    def _contributors(self, step, report):
+        """Places of the top tokens, largest share first: {(rank, call, row, column): share or Found}, and c_t where known."""
+        if self.method == "directional":
+            result = contributions(step, self.differentiation, self.tolerance)
+            report.method, report.certificate = result.method, result.certificate
+            report.remainder = result.remainder / step.norm
+            if result.certificate <= self.tolerance:
+                top = []
+                for index, value in enumerate(result.values):
+                    flat = value.abs().flatten()
+                    best = flat.topk(min(20, flat.numel())).indices.tolist()
+                    t = value.shape[1]
+                    top += [(float(value[i // t, i % t]) / step.norm, (rank(), index, i // t, i % t)) for i in best]
+                everyone = sorted((x for part in gather_objects(top) for x in part), key=lambda x: (-abs(x[0]), x[1]))
+                return {place: share for share, place in everyone[:20] if share}, result.values
+            report.note = (
+                f"the shares sum to the norm only within {100 * result.certificate:.0f} % (limit {100 * self.tolerance:.0f} %): "
+                "fell back to search"
+            )
+        a = coefficients(step.calls, self.aggregation)
+        squares = float(sum_over_ranks(torch.stack([c.square().sum() for c in a]).sum()))
+        root = report.trigger["threshold"] or 0.5 * step.norm
+        tau = self.trigger.tau or min(root, 0.5 * step.norm) / math.sqrt(squares)
+        result = search(step, a, tau, self.budget)
+        report.method = "search"
+        report.search = {
+            "probes": result.probes, "budget": self.budget, "exhausted": result.exhausted, "trace": result.trace,
+        }  # fmt: skip
+        return {(f.rank, f.call, f.row, f.column): f for f in result.found[:20]}, None
+
+    def _nonfinite(self, step, report):
+        offender = first_nonfinite(step)
+        report.method, report.cause = "non-finite", "N"
+        if offender is None:
+            report.evidence = ["the norm was not finite, yet a second pass over the same tokens was: not reproducible"]
+            return {}, None
+        report.offender = vars(offender)
+        place = f"module {offender.module}" if offender.module else "the objective"
+        text = {
+            "weights": f"the weights {offender.tensor} are already not finite",
+            "forward": f"{place} is the first with a non-finite output from finite inputs",
+            "loss": "the log-probs are finite, dLoss/dlogp is not"
+            + (f": {offender.tensor} is not finite there" if offender.tensor else ""),
+            "backward": f"{place} is the first whose backward makes a non-finite gradient"
+            + (f", of {offender.tensor}" if offender.tensor else ""),
+        }
+        report.evidence = [text[offender.where]]
+        if offender.row is None:
+            return {}, None
+        column = step.calls[offender.call].offset if offender.column is None else offender.column
+        return {(offender.rank, offender.call, offender.row, column): math.nan}, None
+
+    # words and numbers of the report ----------------------------------------------------------------------------------
+
+    def _describe(self, step, report, places, values, found):
+        """Every rank describes its own tokens and sequences; the parts are put together in the order of `places`."""
+        mine, sequences = {}, {}
+        z = _log_rho_z(step.calls)
+        for place in places:
+            owner, index, row, column = place
+            if owner != rank():
+                continue
+            call = step.calls[index]
+            share = found[place].share if values is None and place in found else None
+            if values is not None:
+                share = float(values[index][row, column]) / step.norm
+            mine[place] = self._token(step, call, place, share, found.get(place))
+            if (owner, index, row) not in sequences:
+                value = values[index][row] / step.norm if values is not None else None
+                sequences[owner, index, row] = self._sequence(call, (owner, index, row), value, z)
+        tokens, rows = {}, {}
+        for part in gather_objects((mine, sequences)):
+            tokens |= part[0]
+            rows |= part[1]
+        report.tokens = [tokens[place] for place in places]
+        order = dict.fromkeys(place[:3] for place in places)
+        report.sequences = [rows[key] for key in order][:8]
+        if values is None:
+            for sequence in report.sequences:
+                key = (sequence["rank"], sequence["micro_batch"], sequence["sequence"])
+                own = [t for t in report.tokens if (t.rank, t.micro_batch, t.sequence) == key]
+                for token in own:
+                    sequence["shares"][token.position - sequence["first_position"]] = token.share
+                sequence["share"] = sum(t.share for t in own)
+
+    def _token(self, step, call, place, share, found):
+        owner, index, row, column = place
+        at = {name: _at(value, call, row, column) for name, value in call.extras.items()}
+        logp, old, rollout = float(call.outputs["logps"][row, column]), at.get("old_logps"), at.get("rollout_logps")
+        token = None if call.ids is None else int(call.ids[row, column])
+        return TokenReport(
+            owner, index, row, column - call.offset, token, self._text(token), math.nan if share is None else share,
+            weight=float(call.weights["logps"][row, column]) if "logps" in call.weights else None,
+            grad_norm=found.grad_norm if found else None,
+            grad_norm_share=found.grad_norm / step.norm if found and step.norm else None,
+            layers=_grouped(step, found.norms, layer_of) if found else None,
+            kinds=_grouped(step, found.norms, kind_of) if found else None,
+            logp=logp, old_logp=old, rollout_logp=rollout, ref_logp=at.get("ref_logps"),
+            ratio=_exp(logp, old), mismatch=_exp(old, rollout), omega=_exp(logp, rollout), rho=_rho(call, row),
+            advantage=at.get("advantages"), reward=at.get("rewards"), prompt_id=_prompt_id(call, row),
+            version=None if at.get("version") is None else int(at["version"]),
+        )  # fmt: skip
+
+    def _sequence(self, call, key, shares, z):
+        owner, index, row = key
+        columns = call.mask[row].nonzero().squeeze(1).tolist()
+        first, last = (columns[0], columns[-1] + 1) if columns else (call.offset, call.offset)
+        ids = None if call.ids is None else call.ids[row, first:last].tolist()
+        at = {name: _at(value, call, row, first) for name, value in call.extras.items()}
+        shares = [0.0] * (last - first) if shares is None else shares[first:last].tolist()
+        prompt = _prompt_ids(call, row)
+        return {
+            "rank": owner, "micro_batch": index, "sequence": row,
+            "prompt": None if prompt is None or self.tokenizer is None else self.tokenizer.decode(prompt),
+            "prompt_id": _prompt_id(call, row),
+            "tokens": [self._text(i) or "?" for i in ids] if ids is not None else ["?"] * (last - first),
+            "shares": shares, "first_position": first - call.offset, "share": sum(shares), "rho": _rho(call, row),
+            "log_rho_z": z.get((index, row)), "advantage": at.get("advantages"), "reward": at.get("rewards"),
+            "version": None if at.get("version") is None else int(at["version"]), "length": len(columns),
+        }  # fmt: skip
+
+    def _text(self, token):
+        if token is None:
+            return None
+        return str(token) if self.tokenizer is None else self.tokenizer.decode([token])
+
+    # trainers ---------------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer, layer_clip=None):
+        """Watch a TRL trainer (GRPOTrainer, SFTTrainer, or any whose model returns `log_probs`). -> Attachment.
+
+        Call it before `train()`. layer_clip: options of a LayerClip ({} for its defaults) that acts after the check and before the
+        global clip. Metrics go to the trainer's log: gradloc/top1_share, top10_share, certificate, time_ratio on the steps
+        that were looked into. Raises ValueError for DeepSpeed (its gradients never reach `.grad`) and for fp16 loss scaling.
+        """
+        return Attachment(trainer, self, layer_clip)
+
+    def state_dict(self):
+        """Everything a resumed run needs to trigger as this one would: plain numbers."""
+        return {
+            "trigger": self.trigger.state_dict(), "layer_history": list(self.layer_history), "step": self.step,
+            "reports": self.reports,
+        }  # fmt: skip
+
+    def load_state_dict(self, state):
+        self.trigger.load_state_dict(state["trigger"])
+        self.layer_history = deque(state["layer_history"], maxlen=self.layer_history.maxlen)
+        self.step, self.reports = state["step"], state["reports"]
+
+
+def token_contributions(model, batch, logps_fn, objective_fn, method="auto"):
+    """Each token's part of the gradient norm: c_t = w_t d/d_eps logp_t(theta + eps g/||g||). -> Contributions.
+
+    logps_fn(model, batch) -> (N, T) log-probs (or a tuple or mapping that starts with them: further outputs of that shape, an
+    entropy say, count with their token; others, a router's auxiliary loss, go to `remainder`); objective_fn(logps, batch) -> scalar loss.
+    method: auto | jvp | finite_difference. .values (N, T) sums to .grad_norm up to .certificate (relative). Several ranks: the
+    gradient is the mean over them. Weights, gradients and RNG are left as they were.
+    Raises ValueError for an unknown method, or a gradient norm that is zero or not finite.
+    """
+    calls, parameters, gradient, _ = _backward(model, batch, logps_fn, objective_fn)
+    noise = rng_state()
+    try:
+        result = contributions(Step(model, calls, parameters, gradient), method)
+    finally:
+        set_rng_state(noise)
+    if not isinstance(batch, list | tuple):
+        result.values = result.values[0]
+    return result
+
+
+def _backward(model, batch, logps_fn, objective_fn):
+    """Forward and backward of a loss with `.grad` set aside. -> (calls, parameters, gradient, loss)."""
+    inner, parameters = inner_module(model), _trainable(model)
+    batches = batch if isinstance(batch, list | tuple) else [batch]
+    params = list(parameters.values())
+    aside, calls, total = [p.grad for p in params], [], 0.0
+    noise = rng_state()
+    try:
+        for p in params:
+            p.grad = None
+        for part in batches:
+            before = rng_state() if _has_dropout(inner) else None
+            with torch.enable_grad():
+                outputs = logps_fn(inner, part)
+                named = named_outputs(outputs)
+                call = Call(logps_fn, part, named, *_mask_and_ids(part, named["logps"].shape), rng=before)
+                call.extras = _extras(part, call.shape) if isinstance(part, Mapping) else {}
+                call.watch(named)
+                loss = objective_fn(outputs, part)
+                loss.backward()
+            calls.append(call)
+            total += float(loss)
+        gradient = [p.grad for p in params]
+    finally:
+        for p, grad in zip(params, aside, strict=True):
+            p.grad = grad
+        set_rng_state(noise)
+    if world_size() > 1 and not any(isinstance(p, DTensor) for p in params):
+        for i, p in enumerate(params):
+            mean = torch.zeros_like(p) if gradient[i] is None else gradient[i]
+            gradient[i] = sum_over_ranks(mean.contiguous()) / world_size()
+    return calls, parameters, gradient, total
+
+
+# --- reading a batch --------------------------------------------------------------------------------------------------
+
+MASKS = ("mask", "completion_mask", "response_mask", "loss_mask")
+EXTRAS = {  # names in batches -> names in the report
+    "rollout_logps": "rollout_logps", "sampling_per_token_logps": "rollout_logps",
+    "old_logps": "old_logps", "old_per_token_logps": "old_logps",
+    "ref_logps": "ref_logps", "ref_per_token_logps": "ref_logps",
+    "advantages": "advantages", "rewards": "rewards", "version": "version",
+}  # fmt: skip
+
+
+def _trainable(model):
+    """{name: parameter} of what is trained, each once (tied weights)."""
+    return {name: p for name, p in inner_module(model).named_parameters() if p.requires_grad}
+
+
+def _has_dropout(model):
+    return model.training and any(
+        isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in model.modules()
+    )
+
+
+def _mask_and_ids(batch, shape):
+    """(mask, ids) of a batch in the shape of its log-probs, None where they cannot be told."""
+    if not isinstance(batch, Mapping):
+        return None, None
+    n, t = shape
+
+    def fitting(name):
+        value = batch.get(name)
+        fits = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == n and value.shape[1] >= t
+        return value[:, value.shape[1] - t :] if fits else None
+
+    masks = [m for m in map(fitting, MASKS) if m is not None]
+    mask = masks[0] != 0 if masks else None
+    labels = fitting("labels")
+    if mask is None and labels is not None:
+        mask = labels != -100
+    ids = fitting("completion_ids")
+    return mask, fitting("input_ids") if ids is None else ids
+
+
+def _extras(batch, shape):
+    extras = {}
+    for name, known in EXTRAS.items():
+        value = batch.get(name)
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape[:1] == shape[:1]
+            and (value.dim() == 1 or value.shape[1] <= shape[1])
+        ):
+            extras[known] = value.detach()
+    return extras
+
+
+def _at(value, call, row, column):
+    """A recorded tensor's number for one token; None where it has none. (N,) and (N, 1) belong to the sequence."""
+    if value.dim() == 1:
+        return float(value[row])
+    if value.shape[1] == 1:
+        return float(value[row, 0])
+    shifted = column - (call.shape[1] - value.shape[1])
+    return float(value[row, shifted]) if shifted >= 0 else None
+
+
+def _exp(numerator, denominator):
+    if numerator is None or denominator is None:
+        return None
+    return (
+        math.exp(min(max(numerator - denominator, -80.0), 80.0))
+        if numerator == numerator and denominator == denominator
+        else math.nan
+    )
+
+
+def _log_rho(call):
+    """(N,) mean over counted tokens of log omega; None without rollout log-probs."""
+    rollout = call.extras.get("rollout_logps")
+    if rollout is None or rollout.dim() != 2:
+        return None
+    t = rollout.shape[1]
+    mask, logps = call.mask[:, -t:], call.outputs["logps"][:, -t:]
+    difference = torch.where(mask, logps.double() - rollout.double(), 0.0)
+    return difference.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _rho(call, row):
+    log_rho = _log_rho(call)
+    return None if log_rho is None else math.exp(min(max(float(log_rho[row]), -80.0), 80.0))
+
+
+def _log_rho_z(calls):
+    """{(call, row): robust deviations of log rho from the median over this rank's sequences}."""
+    values = {}
+    for index, call in enumerate(calls):
+        log_rho = _log_rho(call)
+        if log_rho is not None:
+            counted = call.mask.any(1)
+            values |= {(index, i): float(x) for i, x in enumerate(log_rho) if counted[i]}
+    if len(values) < 4:
+        return {}
+    middle = statistics.median(values.values())
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in values.values())
+    return {key: abs(x - middle) / max(spread, 1e-6) for key, x in values.items()}
+
+
+def _prompt_ids(call, row):
+    batch = call.batch
+    if not isinstance(batch, Mapping):
+        return None
+    if isinstance(batch.get("prompt_ids"), torch.Tensor):
+        ids, mask = batch["prompt_ids"][row], batch.get("prompt_mask")
+    elif isinstance(batch.get("input_ids"), torch.Tensor) and call.ids is not None:
+        columns = call.mask[row].nonzero().squeeze(1)
+        width = batch["input_ids"].shape[1]
+        end = width - call.shape[1] + (int(columns[0]) if len(columns) else 0)
+        ids, mask = batch["input_ids"][row, :end], batch.get("attention_mask")
+    else:
+        return None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        ids = ids[mask[row, : len(ids)] != 0]
+    return ids.tolist()
+
+
+def _prompt_id(call, row):
+    """Short hash of the prompt's tokens: the same prompt has the same id in every step and run."""
+    ids = _prompt_ids(call, row)
+    return None if not ids else hashlib.sha256(str(ids).encode()).hexdigest()[:12]
+
+
+def _grouped(step, norms, label_of):
+    labels = [label_of(name) for name in step.names]
+    names = list(dict.fromkeys(labels))
+    grouped = group_norms(norms.cpu(), torch.tensor([names.index(label) for label in labels]), len(names))
+    return dict(zip(names, grouped.tolist(), strict=True))
+
+
+def _diagnose_into(report, token_band, seq_band):
+    tokens = [{"share": t.share, "omega": t.omega} for t in report.tokens]
+    cause, report.evidence, report.not_judged = diagnose(tokens, report.sequences, report.layers, token_band, seq_band)
+    report.cause, report.remedy = cause, REMEDIES[cause]
+    if report.trigger["reason"] == "every_n_steps":
+        report.remedy = ""  # nothing to treat
+
+
+def _sentence(report):
+    head = f"step {report.step}: "
+    if report.cause == "N":
+        text = head + report.evidence[0]
+        if report.tokens:
+            t = report.tokens[0]
+            text += f"; token {t.position} ({t.token!r}) of sequence {t.sequence} on rank {t.rank}"
+        return text
+    if not report.tokens:
+        return head + f"gradient norm {report.grad_norm:.3g}, and no token above its threshold"
+    t = report.tokens[0]
+    text = (
+        head
+        + f"{100 * abs(t.share):.0f} % of the gradient norm is token {t.position} ({t.token!r}) of sequence {t.sequence}"
+    )
+    text += f" on rank {t.rank}"
+    if len(report.tokens) > 1 and abs(report.tokens[1].share) > 0.1:
+        text += f", {100 * abs(report.tokens[1].share):.0f} % the next"
+    if t.layers:
+        text += f", {_leading(t.layers)}"
+    if report.cause == "A.1":
+        text += f"; omega = {t.omega:.2g} (token mismatch)" if t.omega is not None else "; token mismatch"
+    elif report.cause == "A.2":
+        text += f"; rho = {t.rho:.3g} with omega in its band (sequence mismatch)"
+    elif report.cause == "B":
+        name = max((n for n in report.layers if report.layers[n]["ratio"]), key=lambda n: report.layers[n]["ratio"])
+        text += f"; {name} at {report.layers[name]['ratio']:.1f} times its own median (layer heterogeneity)"
+    else:
+        text += "; no known cause"
+    if report.trigger["reason"] == "every_n_steps":
+        return text + "; no spike, looked at in turn"
+    return text + (f": {report.remedy}" if report.remedy else "")
+
+
+def _leading(layers):
+    """The fewest layers that hold 80 % of the squared norm, as `layers 0-2` or a list."""
+    total, taken = sum(n * n for n in layers.values()), []
+    for name in sorted(layers, key=layers.get, reverse=True):
+        if sum(layers[n] ** 2 for n in taken) >= 0.8 * total:
+            break
+        taken.append(name)
+    numbers = sorted(int(n.split()[1]) for n in taken if n.startswith("layer "))
+    others = [n for n in taken if not n.startswith("layer ")]
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return ", ".join([f"layers {numbers[0]}-{numbers[-1]}", *others])
+    return ", ".join([f"layer {n}" for n in numbers] + others)
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+
+class Attachment(TrainerCallback):
+    """Connects a GradLoc (or None) and a LayerClip (its options, or None) to one trainer.
+
+    The model's forward hook records calls whose output has `log_probs` (TRL's fused head); `compute_loss` is wrapped to see
+    the batch and the loss; `accelerator.clip_grad_norm_` is wrapped because it is the only moment between the
+    backward and the clipping, and the trainer calls it also where it does not clip.
+    """
+
+    def __init__(self, trainer, gradloc=None, layer_clip=None):
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "GradLoc and LayerClip read .grad, which DeepSpeed keeps to itself: use DDP or FSDP2, or --gradloc off"
+            )
+        if trainer.accelerator.scaler is not None:
+            raise ValueError(
+                "GradLoc and LayerClip do not follow fp16 loss scaling: train with --bf16, or --gradloc off"
+            )
+        self.trainer, self.gradloc = trainer, gradloc
+        self.layer_clip, self._clip_options, self._clip_state = None, layer_clip, None
+        self.batch = self.noise = None
+        self.checked = False
+        self.metrics = {}
+        if gradloc is not None:
+            module = inner_module(trainer.accelerator.unwrap_model(trainer.model))
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            module.register_forward_hook(self._after_forward, with_kwargs=True)
+            self._compute_loss = trainer.compute_loss
+            trainer.compute_loss = self._watched_loss
+        self._clip = trainer.accelerator.clip_grad_norm_
+        trainer.accelerator.clip_grad_norm_ = self._check_and_clip
+        trainer.callback_handler.callbacks.insert(0, self)  # before the callbacks that write the log down
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
+            self.layer_clip = LayerClip(self.trainer.model, **self._clip_options)
+            if self._clip_state is not None:
+                self.layer_clip.load_state_dict(self._clip_state)
+
+    def state_dict(self):
+        return {
+            "gradloc": None if self.gradloc is None else self.gradloc.state_dict(),
+            "layer_clip": None if self.layer_clip is None else self.layer_clip.state_dict(),
+        }
+
+    def load_state_dict(self, state):
+        """Before `train()`. A part that the state lacks, or that is off now, starts anew."""
+        if self.gradloc is not None and state["gradloc"] is not None:
+            self.gradloc.load_state_dict(state["gradloc"])
+        self._clip_state = state["layer_clip"]
+
+    def _watched_loss(self, model, inputs, *args, **kwargs):
+        self.batch = inputs
+        try:
+            loss = self._compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.batch = None
+        value = loss[0] if isinstance(loss, tuple) else loss
+        if torch.is_grad_enabled() and value.requires_grad:
+            self.gradloc.losses.append(value.detach())
+        return loss
+
+    def _before_forward(self, module, args, kwargs):
+        recording = self.batch is not None and torch.is_grad_enabled()
+        self.noise = rng_state() if recording and _has_dropout(module) else None
+
+    def _after_forward(self, module, args, kwargs, output):
+        if self.batch is None or not torch.is_grad_enabled() or not kwargs.get("fused_lm_head"):
+            return
+        call = self.gradloc.record(_fused_outputs, kwargs, _named(output), self.noise)
+        if call is not None:
+            call.forward_mode = False  # TRL's fused head has no forward derivative
+            labels = kwargs["labels"][:, 1:]
+            call._mask, call.ids = labels != -100, kwargs["input_ids"][:, 1:]
+            self._add_extras(call)
+
+    def _add_extras(self, call):
+        """The trainer's batch beside the model's own: completions are the last columns."""
+        if isinstance(self.batch.get("completion_ids"), torch.Tensor):
+            width = self.batch["completion_ids"].shape[1]
+            call.offset = call.shape[1] - width
+            call.extras = _extras(self.batch, call.shape)
+            tools = self.batch.get("tool_mask")
+            if tools is not None:
+                call._mask = call._mask.clone()
+                call._mask[:, call.offset :] &= tools != 0
+
+    def _check_and_clip(self, parameters, max_norm, *args, **kwargs):
+        self._check()
+        return self._clip(parameters, max_norm, *args, **kwargs)
+
+    def _check(self):
+        if self.checked:
+            return
+        self.checked = True
+        model, step = self.trainer.model, self.trainer.state.global_step + 1
+        if self.gradloc is not None:
+            report = self.gradloc.check(model, step)
+            if report is not None:
+                for name, value in (
+                    ("top1_share", report.top1_share), ("top10_share", report.top10_share),
+                    ("certificate", report.certificate), ("time_ratio", report.time_ratio),
+                ):  # fmt: skip
+                    if value is not None:
+                        self._log(f"gradloc/{name}", value)
+        if self.layer_clip is not None:
+            for name, value in self.layer_clip.clip_().items():
+                self._log(name, value)
+
+    def _log(self, name, value):
+        if hasattr(self.trainer, "_metrics"):  # TRL: averaged into the next log line
+            self.trainer._metrics["train"][name].append(value)
+        else:
+            self.metrics.setdefault(name, []).append(value)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._check()  # a trainer that did not ask accelerate for the norm
+        self.checked = False
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for name, values in self.metrics.items():
+            logs[name] = sum(values) / len(values)
+        self.metrics.clear()
+
+
+def _named(output):
+    return {"logps": output.log_probs, "entropy": output.entropy, "aux_loss": output.aux_loss}
+
+
+def _fused_outputs(model, kwargs):
+    return _named(model(**kwargs))
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 2 or argv[0] != "view":
+        sys.exit(
+            "usage: python gradloc.py view DIR     lists the spikes of a run (or of every run below DIR), writes DIR/index.html"
+        )
+    try:
+        print(gradloc_report.view(argv[1]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
