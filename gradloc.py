@@ -380,11 +380,14 @@ class GradLoc:
 
     # a step -----------------------------------------------------------------------------------------------------------
 
-    def check(self, model, step=None):
+    def check(self, model, step=None, loss=None):
         """After the backward of an optimizer step, before clipping; all ranks call it. -> SpikeReport or None.
 
-        step: its number in the report; None = counted here. Read-only.
+        step: its number in the report; None = counted here. loss: the step's loss, so that a NaN in it is seen even where no
+        gradient shows it. Read-only.
         """
+        if loss is not None:
+            self.losses.append(torch.as_tensor(loss).detach())
         self.step = self.step + 1 if step is None else step
         calls, self._calls = self._calls, []
         losses, self.losses = self.losses, []
@@ -455,9 +458,10 @@ class GradLoc:
                 stacklevel=3,
             )
             return None
-        noise = rng_state()
+        noise, step = rng_state(), None
         try:
-            report = self._explain(Step(model, calls, parameters, gradient), trigger)
+            step = Step(model, calls, parameters, gradient)
+            report = self._explain(step, trigger)
         except RuntimeError as error:
             if world_size() > 1:
                 raise  # the other ranks are in a collective: going on would hang, not train
@@ -467,6 +471,8 @@ class GradLoc:
             return None
         finally:
             set_rng_state(noise)
+            if step is not None:
+                step.close()
         report.seconds = time.perf_counter() - start
         report.time_ratio = report.seconds / self._step_seconds if self._step_seconds else None
         self.last, self.reports = report, self.reports + 1
@@ -677,11 +683,12 @@ def token_contributions(model, batch, logps_fn, objective_fn, method="auto"):
     Raises ValueError for an unknown method, or a gradient norm that is zero or not finite.
     """
     calls, parameters, gradient, _ = _backward(model, batch, logps_fn, objective_fn)
-    noise = rng_state()
+    noise, step = rng_state(), Step(model, calls, parameters, gradient)
     try:
-        result = contributions(Step(model, calls, parameters, gradient), method)
+        result = contributions(step, method)
     finally:
         set_rng_state(noise)
+        step.close()
     if not isinstance(batch, list | tuple):
         result.values = result.values[0]
     return result
@@ -708,7 +715,7 @@ def _backward(model, batch, logps_fn, objective_fn):
                 loss = objective_fn(outputs, part)
                 loss.backward()
             calls.append(call)
-            total += float(loss)
+            total += float(loss.detach())
         gradient = [p.grad for p in params]
     finally:
         for p, grad in zip(params, aside, strict=True):

@@ -272,6 +272,11 @@ class Step:
         """Drop the kept forward graph."""
         self._graph = None
 
+    def close(self):
+        """Leave the model as an optimizer step expects it: FSDP's parameters in shards, nothing kept."""
+        self.forget()
+        self._reshard()
+
     def _reshard(self):
         if self.sharded:  # a root that stayed gathered after the last forward would hide moved weights
             for module in self.model.modules():

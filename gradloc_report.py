@@ -25,7 +25,7 @@ GOOD_CERTIFICATE = 0.05  # the shares miss the norm by at most 5 %
 RADII = (200, 100, 40, 10, 3)
 PAGE_CHARS = 900_000
 # longer text is cut on the page, and the cut is marked; the record has all of it
-TOKEN_CHARS, SENTENCE_CHARS, PROMPT_CHARS = 100, 1500, 1500
+TOKEN_CHARS, RAW_CHARS, SENTENCE_CHARS, PROMPT_CHARS = 100, 400, 1500, 1500
 
 CAUSES = {  # cause -> (css class, what it means in one line)
     "A.1": ("a1", "The training engine gives a few tokens another probability than the engine that sampled them."),
@@ -171,9 +171,13 @@ def _new_page(folder, report):
 
 
 def _append(path, line):
-    # unbuffered: one write a line, so that the lines of several processes do not mix
+    # unbuffered: one write a line, so that the lines of several processes do not mix. The torn line of a killed run gets its end
+    # first; a line that another process has yet to finish looks the same and leaves an empty line behind, which readers skip
     with path.open("a+b", buffering=0) as file:
-        torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
+        torn = False
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
         data = memoryview((b"\n" if torn else b"") + line.encode("ascii") + b"\n")
         while data:
             data = data[file.write(data) :]
@@ -229,8 +233,6 @@ def _name(char):
         return "⏎"
     if char == "\t":
         return "⇥"
-    if ord(char) < 32 or ord(char) == 127:
-        return chr(0x2421 if ord(char) == 127 else 0x2400 + ord(char))  # Unicode's pictures of the control characters
     category = unicodedata.category(char)
     hidden = category in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") or (category == "Zs" and char != " ")
     return f"⟨U+{ord(char):04X}⟩" if hidden else None
@@ -281,9 +283,6 @@ STYLE = """
 --bar:#7d8fa3;--a1:#b84a00;--a2:#8a3b8f;--b:#0b62a8;--n:#33383d;--u:#6a737d;--bad:#c22}
 @media (prefers-color-scheme:dark){:root{--bg:#15181c;--fg:#e4e7ea;--dim:#98a2ad;--line:#353b43;--soft:#1e2329;--add:224 110 20;
 --sub:60 130 215;--bar:#8496ab;--n:#777f88;--bad:#f66}}
-@media print{:root{color-scheme:light;--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--soft:#f4f4f4;--add:217 95 2;--sub:31 108 190}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}details.raw{display:none}.wide{overflow:visible}
-table.tokens{font-size:6.5pt}tr{break-inside:avoid}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:20px 24px 60px;max-width:1240px;background:var(--bg);color:var(--fg);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
@@ -296,35 +295,42 @@ white-space:nowrap}
 .verdict ul{margin:6px 0;padding-left:20px}.remedy{user-select:all;display:inline-block;background:var(--bg);border:1px solid var(--line);
 border-radius:4px;padding:2px 8px;font-weight:600}
 .strip{display:flex;flex-wrap:wrap;gap:8px;margin:14px 0}
-.strip div{flex:1 1 104px;border:1px solid var(--line);border-radius:6px;padding:6px 10px}
+.strip div{flex:1 1 112px;border:1px solid var(--line);border-radius:6px;padding:6px 10px}
 .strip b{display:block;font-size:17px;font-variant-numeric:tabular-nums}.strip b.words{font-size:14px}
 .strip span{color:var(--dim);font-size:12px;display:block}
 .good{color:#1a7f37}.poor{color:var(--bad)}@media (prefers-color-scheme:dark){.good{color:#4cc46a}}
-.split{display:flex;height:26px;border-radius:4px;overflow:hidden;font-size:12px;line-height:26px;color:#fff;white-space:nowrap}
-.split div{overflow:hidden;padding-left:6px}.split .one{background:#c25100}.split .ten{background:#a67339}.split .all{background:#6b7683}
+.split{display:flex;height:24px;border-radius:4px;overflow:hidden}.one{background:#c25100}.ten{background:#d9a06c}.all{background:#8a95a1}
+.splitkey{font-size:14px}.splitkey span{margin-right:24px}.splitkey i{display:inline-block;width:11px;height:11px;margin-right:6px}
 .seq{border:1px solid var(--line);border-radius:6px;margin:10px 0;overflow:hidden;break-inside:auto}
 .seq header{background:var(--soft);padding:5px 12px;font-size:13px;border-bottom:1px solid var(--line)}
 .prompt{padding:6px 12px;color:var(--dim);font-size:13px;white-space:pre-wrap;border-bottom:1px dashed var(--line)}
 .text{padding:10px 12px;white-space:pre-wrap;font:14px/1.9 ui-monospace,"DejaVu Sans Mono",Menlo,monospace;overflow:hidden}
-.text span{border-radius:2px;padding:2px 0;unicode-bidi:isolate}.text .top{outline:3px solid var(--fg);outline-offset:1px;font-weight:700}
+.text span{border-radius:2px;padding:2px 0;unicode-bidi:isolate}
+.text .top{outline:3px solid var(--fg);outline-offset:1px;font-weight:700;margin:0 4px}
 .text span:target{outline:3px dashed var(--bad);outline-offset:2px}
 .cut{display:block;color:var(--dim);font-size:12px;text-align:center;border-top:1px dashed var(--line);border-bottom:1px dashed var(--line);
 margin:6px 0;font-style:normal;font-family:system-ui,"DejaVu Sans",sans-serif}
 i.s,i.nl,i.tab{position:relative;font-style:normal}i.s::before{content:"·";position:absolute;opacity:.35}
 i.nl::before{content:"⏎";opacity:.45}i.tab::before{content:"⇥";position:absolute;opacity:.45}i.c{font-style:normal;font-size:80%;color:var(--bad)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;width:100%}th{font-weight:600;text-align:left;color:var(--dim);
-vertical-align:bottom}th,td{padding:3px 7px;border-bottom:1px solid var(--line)}td.r,th.r{text-align:right;white-space:nowrap;
-font-variant-numeric:tabular-nums}table.tokens{font-size:11.5px}table.tokens th,table.tokens td{padding:3px 5px}
+vertical-align:bottom}th,td{padding:3px 7px;border-bottom:1px solid var(--line);overflow-wrap:break-word}
+td.r,th.r{text-align:right;white-space:nowrap;
+font-variant-numeric:tabular-nums}table.tokens{font-size:11.5px}table.tokens th,table.tokens td{padding:3px 4px}
 td.tok{white-space:nowrap;max-width:180px;overflow:hidden;text-overflow:ellipsis}tr.first td{font-weight:700;background:var(--soft)}
 .layers td{padding:1px 7px}
 .bar{position:relative;height:13px;background:var(--soft);min-width:150px}.bar div{position:absolute;top:0;bottom:0}
 .bar .fill{left:0;background:var(--bar)}.bar .tokfill{left:0;background:rgb(var(--add))}.bar .bad{left:0;width:100%;
 background:repeating-linear-gradient(45deg,var(--bad) 0 4px,transparent 4px 8px)}.bar .med{width:3px;margin-left:-1px;background:var(--fg)}
-a{color:inherit}.key span{padding:2px 7px;border-radius:2px;margin-right:10px}
+a{color:inherit}.key span{color:var(--fg);padding:2px 7px;border-radius:2px;margin-right:10px}
 details.raw pre{white-space:pre-wrap;font-size:11px;background:var(--soft);padding:10px;max-height:480px;overflow:auto}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}svg .grid{stroke:var(--line)}
 svg .limit{stroke:var(--fg);stroke-dasharray:5 4;fill:none}svg .dot{fill:var(--c);stroke:var(--bg)}
-td.sentence{min-width:420px}.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 28px}
+td.sentence{min-width:420px;overflow-wrap:anywhere}p.run{margin-top:14px}
+.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 28px}
+@page{size:landscape;margin:10mm}
+@media print{:root{color-scheme:light;--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--soft:#f4f4f4;--add:217 95 2;--sub:31 108 190}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}details.raw{display:none}.wide{overflow:visible}
+table.tokens{font-size:6.5pt}tr{break-inside:avoid}}
 """ + "".join(
     f".a{level}{{background:rgb(var(--add)/{0.05 + 0.07 * level:.2f})}}.s{level}{{background:rgb(var(--sub)/{0.05 + 0.07 * level:.2f})}}"
     for level in range(1, 10)
@@ -350,13 +356,13 @@ COLUMNS = (  # field of a token, heading, what it is
     ("mismatch", "mismatch", "exp(old - rollout): the two engines disagree"),
     ("omega", "omega", "exp(logp - rollout) = ratio x mismatch"),
     ("rho", "rho", "geometric mean of omega over the sequence"),
-    ("advantage", "advan&shy;tage", "advantage of the sequence"),
+    ("advantage", "adv.", "advantage of the sequence"),
     ("reward", "reward", "reward of the sequence"),
-    ("version", "version", "weight version that sampled"),
+    ("version", "ver.", "weight version that sampled"),
     ("rank", "rank", "process"),
-    ("micro_batch", "micro-batch", "micro-batch within the step"),
+    ("micro_batch", "mb", "micro-batch within the step"),
     ("sequence", "seq.", "sequence within the micro-batch"),
-    ("position", "posi&shy;tion", "position in the completion, from 0"),
+    ("position", "pos.", "position in the completion, from 0"),
     ("prompt_id", "prompt", "prompt id"),
 )  # fmt: skip
 
@@ -429,25 +435,24 @@ def _strip(report):
     times = ""
     if _finite(norm) and _finite(median) and median > 0:
         times = f"{_number(float(f'{norm / median:.2g}'))} x the median"
+    batch = (
+        f"{_text(_number(report.get('num_sequences')))} sequences, {_text(_number(report.get('world_size')))} rank(s)"
+    )
+    times_step = f"{_text(_number(report.get('time_ratio')))} x one step"
     gap = "<b>–</b><span>the shares have no sum to check</span>"
     if certificate is not None:
         word = "good" if _finite(certificate) and certificate <= GOOD_CERTIFICATE else "poor"
         gap = f'<b class="{word}">{_text(_percent(certificate))} {word}</b><span>gap between norm and sum of shares</span>'
     cells = (
         ("gradient norm", f"<b>{_text(_number(norm))}</b><span>{times}</span>"),
+        ("its median so far", f"<b>{_text(_number(median))}</b>"),
         ("threshold", f"<b>{_text(_number(trigger.get('threshold')))}</b>"),
-        ("median norm so far", f"<b>{_text(_number(median))}</b>"),
         ("loss", f"<b>{_text(_number(trigger.get('loss')))}</b>"),
         ("certificate", gap),
-        ("norm not from tokens", f"<b>{_text(_percent(report.get('remainder')))}</b>"),
+        ("not from tokens", f"<b>{_text(_percent(report.get('remainder')))}</b><span>of the norm</span>"),
         ("method", f'<b class="words">{_text(report.get("method"))}</b>'),
-        ("tokens", f"<b>{_text(_number(report.get('num_tokens')))}</b>"),
-        ("sequences", f"<b>{_text(_number(report.get('num_sequences')))}</b>"),
-        ("ranks", f"<b>{_text(_number(report.get('world_size')))}</b>"),
-        (
-            "time",
-            f"<b>{_text(_number(report.get('seconds')))} s</b><span>{_text(_number(report.get('time_ratio')))} x one step</span>",
-        ),
+        ("batch", f"<b>{_text(_number(report.get('num_tokens')))} tokens</b><span>{batch}</span>"),
+        ("time to localise", f"<b>{_text(_number(report.get('seconds')))} s</b><span>{times_step}</span>"),
     )
     return '<div class="strip">' + "".join(f"<div><span>{k}</span>{v}</div>" for k, v in cells) + "</div>"
 
@@ -460,12 +465,12 @@ def _concentration(report):
         return "" if one is None and ten is None else f"<p>{_text(listed)}</p>"
     others = f"the other {_number(total - 10)} tokens" if _finite(total) and total > 10 else "all others"
     parts = (("one", "1 token", one), ("ten", "the next 9", ten - one), ("all", others, 1 - ten))
-    cells = "".join(
-        f'<div class="{css}" style="width:{100 * part:.2f}%" title="{label}: {_percent(part)}">{label}: {_percent(part)}</div>'
-        for css, label, part in parts
-        if part > 0.002
+    parts = [(css, f"{label}: {_percent(part)}", part) for css, label, part in parts if part > 5e-4]
+    bar = "".join(
+        f'<div class="{css}" style="width:{100 * part:.2f}%" title="{label}"></div>' for css, label, part in parts
     )
-    return f'<h2>Who makes the gradient norm</h2><div class="split">{cells}</div>'
+    key = "".join(f'<span><i class="{css}"></i>{label}</span>' for css, label, _ in parts)
+    return f'<h2>Who makes the gradient norm</h2><div class="split">{bar}</div><p class="splitkey">{key}</p>'
 
 
 def _offender(offender):
@@ -502,12 +507,11 @@ def _sequences(sequences, tokens):
         return
     shown = [x for s in sequences for _, _, shares in s["pieces"] for x in shares or [] if _finite(x)]
     largest = max(map(abs, shown), default=0.0)
-    yield (
-        "<h2>The tokens, in their text</h2>"
-        '<p class="key note"><span class="a8">adds to the norm</span><span class="s8">works against it</span>'
-        "Strength grows with the square root of the share; the token with the largest is outlined. Rest the pointer on a token for its "
-        "numbers. · is a space, ⏎ a line end.</p>"
-    )
+    yield '<h2>The tokens, in their text</h2><p class="key note">'
+    if shown:
+        yield '<span class="a8">adds to the norm</span><span class="s8">works against it</span>'
+        yield "Strength grows with the square root of the share. "
+    yield "The first token of the table is outlined; rest the pointer on a token for its numbers. · is a space, ⏎ a line end.</p>"
     ranked = {(*_place(t), t.get("position")): i for i, t in reversed(list(enumerate(tokens)))}
     for sequence in sequences:
         get = sequence.get
@@ -625,9 +629,10 @@ def _token_table(tokens):
             full = f' title="{_text(value, SENTENCE_CHARS)}"' if field == "prompt_id" and value else ""
             cells.append(f'<td class="r"{full}>{_text(show(value)[:8] if field == "prompt_id" else show(value))}</td>')
         rows.append(f'<tr class="{"first" if i == 0 else ""}">{"".join(cells)}</tr>')
+    title = " with the largest shares" if _finite(tokens[0].get("share")) else ""
     meaning = "".join(f"<li><b>{label}</b>: {html.escape(what)}</li>" for _, label, what in COLUMNS)
     return (
-        f"<h2>The {len(tokens)} tokens with the largest shares</h2>"
+        f"<h2>{len(tokens)} tokens{title}</h2>"
         f'<div class="wide"><table class="tokens"><tr>{head}</tr>{"".join(rows)}</table></div>'
         f'<details class="note"><summary>What the columns mean</summary><ul>{meaning}</ul></details>'
     )
@@ -670,7 +675,7 @@ def _cut_texts(value):
         return {_cut_texts(k): _cut_texts(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_cut_texts(v) for v in value]
-    return "".join(_halves(value, PROMPT_CHARS)) if isinstance(value, str) else value
+    return "".join(_halves(value, RAW_CHARS)) if isinstance(value, str) else value
 
 
 # --------------------------------------------------------------------------------------------------- index
@@ -759,7 +764,7 @@ def _index_page(folder, spikes):
     ]
     for run in runs:
         mine = [s for s in spikes if _run_of(s, folder) == run and _finite(s["step"])]
-        parts.append(f"<p><b>{_text(run, 100)}</b></p>" if len(runs) > 1 else "")
+        parts.append(f'<p class="run"><b>{_text(run, 100)}</b></p>' if len(runs) > 1 else "")
         parts.append(_chart(sorted(mine, key=lambda s: s["step"]), steps, levels, folder) if mine else "")
     parts.append(_offenders(spikes))
     parts.append("<h2>All spikes</h2>" + _spike_rows(spikes, runs, folder) + "</body></html>\n")
@@ -781,10 +786,9 @@ def _spike_rows(spikes, runs, folder):
         link = _link(spike, folder)
         page = f'<a href="{html.escape(link)}">page</a>' if link else "–"
         run = f"<td>{_text(_run_of(spike, folder), 60)}</td>" if len(runs) > 1 else ""
-        cells = "".join(f'<td class="r">{_text(_number(spike[name]))}</td>' for name in ("step", "grad_norm"))
-        rows.append(
-            f'<tr>{run}{cells}<td>{_badge(spike["cause"])}</td><td class="sentence">{_text(spike["sentence"], 400)}</td><td>{page}</td></tr>'
-        )
+        numbers = "".join(f'<td class="r">{_text(_number(spike[name]))}</td>' for name in ("step", "grad_norm"))
+        what = f'<td>{_badge(spike["cause"])}</td><td class="sentence">{_text(spike["sentence"], 400)}</td>'
+        rows.append(f"<tr>{run}{numbers}{what}<td>{page}</td></tr>")
     run = "<th>run</th>" if len(runs) > 1 else ""
     head = f'{run}<th class="r">step</th><th class="r">norm</th><th>cause</th><th>what</th><th>report</th>'
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
@@ -892,7 +896,7 @@ def _offenders(spikes):
         f'<tr><td>{_text(name, 80)}</td><td class="r">{by_ratio[name]}</td><td class="r">{by_norm[name]}</td></tr>'
         for name in names
     ]
-    head = '<th>layer</th><th class="r">furthest above its median</th><th class="r">largest norm</th>'
+    head = '<th>layer</th><th class="r">most above median</th><th class="r">largest norm</th>'
     tables.append(_table("Layers that led, in spikes", head, rows))
     return f'<h2>Repeat offenders</h2><div class="two">{"".join(tables)}</div>'
 

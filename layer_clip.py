@@ -191,11 +191,11 @@ class LayerClip:
     advantage in the whole batch) counts neither there nor in the statistic; nor does one whose norm is not finite, of
     which nothing is scaled. alpha=math.inf measures and never clips.
 
-    paper: alpha, beta, EMA or mean, warm-up and grouping not stated; we: alpha 2, because the norm of a healthy layer
-    varies by tens of percent from batch to batch while a spike is several-fold; EMA with beta 0.95, because norms drift
-    over tens of steps, and a layer above its threshold for good then moves it by at most
-    1 + (1 - beta)(alpha - 1) = 5 % a step; warm-up 20 = 1 / (1 - beta) steps, the memory of that EMA, whose first value
-    is the first norm. The mean never forgets: after t steps it follows a lasting change at 1/t a step.
+    paper: alpha, beta, EMA or mean, warm-up and grouping not stated; we: alpha 2, because a spike is several-fold while
+    in 80 healthy steps of the tiny Qwen3 a group's norm varied by 40-50 %, 16 of 360 norms after warm-up lay above 1.5 R
+    and 1 above 2 R; EMA with beta 0.95, because norms drift over tens of steps, and a layer that stays above its
+    threshold then moves it by at most 1 + (1 - beta)(alpha - 1) = 5 % a step; warm-up 20 = 1 / (1 - beta) steps, the
+    memory of that EMA, whose first value is the first norm. The mean never forgets: after t steps it moves by 1/t.
 
     Raises ValueError for an argument out of range, a model without trainable parameters or wrapped in FSDP1.
     """

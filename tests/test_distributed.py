@@ -17,6 +17,7 @@ RUN = [
     "--max_steps=3", "--num_generations=4", "--max_completion_length=16", "--eval_problems=6", "--eval_samples=2",
     "--optim=sgd", "--learning_rate=0.5", "--max_grad_norm=0.0", "--lr_scheduler_type=constant", "--warmup_steps=0", "--token_clip=tis",
     "--rollout_dtype=float32", "--token_clip_high=0.9", "--scale_rewards=group", "--save_steps=2", "--eval_every=2",
+    "--gradloc=directional", "--gradloc_every=2", "--layer_clip",
 ]  # fmt: skip
 FSDP2 = [
     "--fsdp=full_shard",
@@ -44,11 +45,12 @@ def compare(a, b):
     compared = 0
     for x, y in zip(records_a, records_b, strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy", "mismatch/k3", "omega/p50", "rho/max", "eval/accuracy",
-                     "token_clip/masked_frac", "completions/mean_length", "ratio/min"):  # fmt: skip
+                     "token_clip/masked_frac", "completions/mean_length", "ratio/min", "gradloc/top1_share", "gradloc/top10_share", "layer_clip/norm_before", "layer_clip/norm/layer_0"):  # fmt: skip
             if name in x:
                 assert x[name] == pytest.approx(y[name], abs=1e-5, rel=1e-4), (x["step"], name)
                 compared += 1
-    assert compared >= 32
+    assert compared >= 40
+    assert sum("gradloc/top1_share" in r for r in records_a) == 1  # step 2 of 3
     assert any(r["grad_norm"] > 1e-3 for r in records_a if "grad_norm" in r)
     assert weights_a.keys() == weights_b.keys() - {"lm_head.weight"}  # FSDP2 writes the tied head out
     assert max((weights_a[k] - weights_b[k]).abs().max().item() for k in weights_a) < 1e-5
