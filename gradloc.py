@@ -263,7 +263,9 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     judged = [t for t in tokens if t["omega"] is not None]
     outside = [t for t in judged if not token_band[0] <= t["omega"] <= token_band[1]]
     part = sum(abs(t["share"]) for t in outside) / total
-    if not judged:
+    if not tokens:
+        not_judged.append("A.1 and A.2: no token stands out")
+    elif not judged:
         not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
     elif part >= 0.5:
         worst = max(outside, key=lambda t: abs(t["share"]))
@@ -509,7 +511,7 @@ class GradLoc:
             missing = [p for p in list(places)[: self.confirm] if p not in known]
             found = known | dict(zip(missing, confirm(step, missing) if missing else [], strict=True))
         self._describe(step, report, list(places), values, found)
-        if not broken and report.tokens:
+        if not broken and step.norm > 0:
             _diagnose_into(report, self.token_band, self.seq_band)
         report.sentence = _sentence(report)
         return report
@@ -559,7 +561,7 @@ class GradLoc:
         if offender is None:
             report.evidence = ["the norm was not finite, yet a second pass over the same tokens was: not reproducible"]
             return {}, None
-        report.offender = vars(offender)
+        report.offender = vars(offender) | {"position": None}  # in the completion
         place = f"module {offender.module}" if offender.module else "the objective"
         text = {
             "weights": f"the weights {offender.tensor} are already not finite",
@@ -573,6 +575,7 @@ class GradLoc:
         if offender.row is None:
             return {}, None
         column = step.calls[offender.call].offset if offender.column is None else offender.column
+        report.offender["position"] = column - step.calls[offender.call].offset
         return {(offender.rank, offender.call, offender.row, column): math.nan}, None
 
     # words and numbers of the report ----------------------------------------------------------------------------------
@@ -881,17 +884,18 @@ def _sentence(report):
             t = report.tokens[0]
             text += f"; token {t.position} ({t.token!r}) of sequence {t.sequence} on rank {t.rank}"
         return text
-    if not report.tokens:
-        return head + f"gradient norm {report.grad_norm:.3g}, and no token above its threshold"
-    t = report.tokens[0]
-    text = (
-        head
-        + f"{100 * abs(t.share):.0f} % of the gradient norm is token {t.position} ({t.token!r}) of sequence {t.sequence}"
-    )
-    text += f" on rank {t.rank}"
+    t = report.tokens[0] if report.tokens else None
+    if t is None:
+        text = head + f"gradient norm {report.grad_norm:.3g}, and no token above its threshold"
+    else:
+        text = (
+            head
+            + f"{100 * abs(t.share):.0f} % of the gradient norm is token {t.position} ({t.token!r}) of sequence {t.sequence}"
+        )
+        text += f" on rank {t.rank}"
     if len(report.tokens) > 1 and abs(report.tokens[1].share) > 0.1:
         text += f", {100 * abs(report.tokens[1].share):.0f} % the next"
-    if t.layers:
+    if t is not None and t.layers:
         text += f", {_leading(t.layers)}"
     if report.cause == "A.1":
         text += f"; omega = {t.omega:.2g} (token mismatch)" if t.omega is not None else "; token mismatch"

@@ -129,6 +129,8 @@ class Call:
                 tensor.register_hook(lambda grad, name=name: self._arrived(name, grad))
 
     def _arrived(self, name, grad):
+        if grad is None:
+            return  # DDP passes every output through one node: those the loss does not read get no gradient
         grad = grad.detach()
         self.weights[name] = self.weights[name] + grad if name in self.weights else grad.clone()
 
@@ -446,7 +448,10 @@ def finite_difference(step, tolerance=0.05, tries=3):
             if certificate <= tolerance:
                 break
             moved = _typical_move(step, slopes, values) * eps
-            eps *= min(max(SHIFT / moved, 1 / 64), 64.0) if moved > 0 and abs(moved / SHIFT - 1) > 0.5 else 1 / 8
+            if moved == 0:  # lost in rounding
+                eps *= 64.0
+            else:
+                eps *= min(max(SHIFT / moved, 1 / 64), 64.0) if abs(moved / SHIFT - 1) > 0.5 else 1 / 8
     return best
 
 
@@ -569,12 +574,11 @@ def search(step, coefficient, tau, budget=128):
             node.vector = None  # one gradient copy at a time
 
     world = world_size()
-    whole_token = all(set(call.weights) <= set(call.per_token()) for call in step.calls)
     stack = []
     if note("step", sum(map(sum, counts)), step.norm, limit(sum(map(sum, table)))):
         if len(step.calls) == 1:
-            known = step.gradient if whole_token else None
-            stack.append(_Node("micro-batch", step.norm, 0, (0, world), vector=known))
+            # without its vector: terms of the loss that are no token's would count as the last token's
+            stack.append(_Node("micro-batch", step.norm, 0, (0, world)))
         else:
             nodes = []
             for m in range(len(step.calls)):
@@ -588,7 +592,7 @@ def search(step, coefficient, tau, budget=128):
         low, high = node.ranks
         if high - low == 1:
             _search_rank(step, coefficient, node, tau, budget, result)
-        elif result.probes >= budget:
+        elif result.probes + (1 if node.vector is not None else 2) > budget:
             result.exhausted = True
             break
         else:
@@ -689,7 +693,7 @@ def _bisect(step, coefficient, node, tau, budget, owner):
             norm, norms, share = measured
             part.found.append(Found(owner, m, node.rows[0], node.columns[0], norm, share, norms))
             continue
-        if part.probes >= budget:
+        if part.probes + (1 if node.vector is not None and not together else 2) > budget:
             part.exhausted = True
             break
         items = node.rows if node.columns is None else node.columns
@@ -818,7 +822,8 @@ def _place(tensor, shape, last=False):
     row = int(bad.any(1).nonzero()[0])
     columns = bad[row].nonzero().squeeze(1)
     column = int(columns[-1] if last else columns[0])
-    return row, column if column < t else t - 1
+    before = max(bad.shape[1] - 1 - t, 0)  # positions that predict no column: logps may cover completions only
+    return row, min(max(column - before, 0), t - 1)
 
 
 @contextmanager
@@ -919,7 +924,7 @@ def _broken_backward(step):
                     return
                 if kind == "output":
                     finite[name] = finite.get(name, True) and _finite(grad)
-                elif finite.get(name, True) and not _finite(grad):
+                elif finite.get(name, False) and not _finite(grad):  # its backward ran on a finite gradient
                     events.append((name, grad.detach()))
 
             for tensor in _tensors([args, kwargs]):

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ HOSTILE = [
     "a\0b\ud800c\udfff",
     "\u202eevil\u2066\u200b\u2028\ufeff",
     "\x1b[31mred\x1b[0m\x07\r\n\t\x85",
+    "é<script>alert(1)</script>\x1b<b>",
     "👩‍🔬🧪 é\u0301 שלום 中文",
     "&lt;script&gt; &amp;#0; ${x} {{y}} {0}",
     "w" * 100_000,
@@ -212,6 +214,8 @@ def strict_lines(path):
 def test_the_sample_fits_the_schema():
     for cause in gradloc_report.CAUSES:
         check_report(sample_report(cause=cause))
+    with pytest.raises(ValueError, match="report is NoneType, must be an object"):
+        check_report(None)
     check_report(sample_report(sequences=None, tokens=None, layers=None, trigger=None, step=None, grad_norm=math.nan))
 
 
@@ -260,6 +264,7 @@ def test_a_report_round_trips(tmp_path):
     report = sample_report(grad_norm=math.inf, certificate=math.nan)
     report["layers"]["layer 3"] = {"norm": -math.inf, "median": 1.0, "ratio": None}
     report["sequences"][0]["tokens"][:3] = ["nan", "inf", "-inf"]  # text that reads like a number stays text
+    report["sequences"][0]["tokens"][3:5] = ["\ud83e\uddea", "a\ud83e"]  # a character in halves, and half a one
     path = write_spike(report, tmp_path / "run" / "gradloc")
     assert path.name == "spike_step000071_update000_rank01.html"
     (line,) = strict_lines(path.parent / "spikes.jsonl")
@@ -267,6 +272,8 @@ def test_a_report_round_trips(tmp_path):
     (loaded,) = load_spikes(tmp_path / "run")
     assert loaded.pop("page") == path.name and loaded.pop("folder") == str(path.parent)
     assert math.isnan(loaded.pop("certificate")) and math.isnan(report.pop("certificate"))
+    assert loaded["sequences"][0]["tokens"][3:5] == ["🧪", "a\ufffd"]
+    report["sequences"][0]["tokens"][3:5] = ["🧪", "a\ufffd"]
     assert loaded == report
 
 
@@ -339,7 +346,11 @@ def test_search_and_offender_are_shown(tmp_path):
     search = {"probes": 17, "budget": 128, "exhausted": True, "trace": trace}
     offender = {"where": "forward", "module": "model.layers.3.mlp", "tensor": "rollout_logps", "position": 12}
     page = safe(write_spike(sample_report(cause="N", search=search, offender=offender, certificate=None), tmp_path))
-    assert "17 of at most 128 probes; the budget ran out" in page.words and page.words.count("searched further") == 1
+    assert (
+        "17 of at most 128 probes; the budget ran out" in page.words
+        and "1.1above: searched furthertoken" in page.words
+    )
+    assert page.words.count("searched further") == 1
     assert "model.layers.3.mlp" in page.words and "rollout_logps" in page.words
 
 
@@ -369,7 +380,6 @@ def test_long_sequences_keep_the_page_small(tmp_path):
     path = write_spike(report, tmp_path)
     assert path.stat().st_size < 1_000_000
     page = safe(path)
-    text = page.words
     position = report["tokens"][0]["position"]
     shown = {
         int(a["title"].split(":")[0].removeprefix("position "))
@@ -377,7 +387,7 @@ def test_long_sequences_keep_the_page_small(tmp_path):
         if tag == "span" and "title" in a
     }
     assert set(range(position - 40, position + 41)) <= shown and position + 300 not in shown
-    assert f"{position - min(t for t in shown if t > position - 250):,}" and "tokens not shown" in text
+    assert "tokens not shown" in page.words
     (line,) = strict_lines(tmp_path / "spikes.jsonl")
     assert len(line["sequences"][0]["tokens"]) == n  # the record keeps all of it
 
@@ -385,14 +395,30 @@ def test_long_sequences_keep_the_page_small(tmp_path):
 def test_the_cut_counts_every_token_that_is_not_shown(tmp_path):
     report = sample_report()
     sequence = report["sequences"][0]
-    sequence.update(tokens=[f"w{t}" for t in range(1000)], shares=[0.0] * 1000, first_position=100, length=1500)
+    sequence.update(tokens=[f"w{t} " for t in range(1000)], shares=[0.0] * 1000, first_position=100, length=1500)
     report["tokens"] = [{**report["tokens"][0], "position": p} for p in (400, 500, 900)]
     report["sequences"] = [sequence]
     page = safe(write_spike(report, tmp_path))
     spans = [a for tag, a in page.found if tag == "span" and "title" in a]
     # positions 200..700 and 700..1099: one piece, since 500 + 200 = 900 - 200
     assert len(spans) == 900 and page.words.count("tokens not shown") == 2
-    assert "200 tokens not shown" in page.words and "400 tokens not shown" in page.words
+    assert re.findall(r"(\d+) tokens not shown", page.words) == ["200", "400"]
+    del report["tokens"][1]  # positions 200..600 and 700..1099
+    page = safe(write_spike(report, tmp_path))
+    assert re.findall(r"(\d+) tokens not shown", page.words) == ["200", "99", "400"]
+
+
+def test_a_listed_token_outside_the_text_and_values_of_the_wrong_type_do_no_harm(tmp_path):
+    report = sample_report()
+    report["tokens"][0].update(
+        position=412, logp='"><script>alert(1)</script>', rho="'", version="<b>", prompt_id='"<i>'
+    )
+    report["sequences"][0]["shares"] = [0.1]
+    report["tokens"] = report["tokens"][:1]
+    page = safe(write_spike(report, tmp_path))
+    assert page.words.count("So the answer is 7 7\n<|im_end|>") == 4
+    report["tokens"][0]["position"] = 36
+    assert "alert(1)" in "".join(safe(write_spike(report, tmp_path)).titles)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
@@ -425,8 +451,10 @@ def test_a_hostile_run_folder_and_a_forged_page_name(tmp_path):
     folder = tmp_path / "javascript:alert(1)" / "a\"><b' onclick=x ?#%"
     write_spike(sample_report(), folder)
     record = strict_lines(folder / "spikes.jsonl")[0]
+    (folder.parent / "spike_real.html").write_text("no page of this run")
     with (folder / "spikes.jsonl").open("a") as file:
         for page in (
+            "../spike_real.html",
             "../../../etc/passwd",
             "https://evil.example/",
             "javascript:alert(1)",
@@ -616,6 +644,7 @@ def test_view_prints_a_table(tmp_path):
     )
     assert lines[-2] == "causes: A.1 3, B 1, N 1, unclassified 1" and lines[-1] == f"index: {tmp_path / 'index.html'}"
     assert any(line.split()[:3] == ["60", "nan", "N"] for line in lines)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "index.html", "second"]  # no draft is left
     one = view(tmp_path / "second" / "gradloc").splitlines()
     assert one[0].startswith("3 spike(s) in 1 run(s)") and "step 12" not in one[2]
 
@@ -639,7 +668,7 @@ def test_the_module_needs_only_the_standard_library():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hostile", [None, *HOSTILE[:9]], ids=range(10))
+@pytest.mark.parametrize("hostile", [None, *HOSTILE[:10]], ids=range(11))
 def test_a_browser_shows_the_page_without_complaint(hostile, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
     if browser is None:
