@@ -483,9 +483,10 @@ class GradLoc:
                 page = gradloc_report.write_spike(report.to_dict(), self.folder)
                 report.page = None if page is None else str(page)
             if not self.quiet:
+                line = gradloc_report.visible(report.sentence)  # a token may hold control characters
                 tqdm.write(
-                    f"GradLoc: {report.sentence}" + (f"\n  {report.page}" if report.page else "")
-                )  # keeps bars whole
+                    f"GradLoc: {line}" + (f"\n  {report.page}" if report.page else "")
+                )  # keeps progress bars whole
         return report
 
     def _explain(self, step, trigger):
@@ -553,7 +554,8 @@ class GradLoc:
         report.search = {
             "probes": result.probes, "budget": self.budget, "exhausted": result.exhausted, "trace": result.trace,
         }  # fmt: skip
-        return {(f.rank, f.call, f.row, f.column): f for f in result.found[:20]}, None
+        found = sorted(result.found, key=lambda f: -abs(f.share))[:20]
+        return {(f.rank, f.call, f.row, f.column): f for f in found}, None
 
     def _nonfinite(self, step, report):
         offender = first_nonfinite(step)

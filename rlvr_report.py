@@ -23,6 +23,7 @@ PANELS = {
     "completion length (tokens)": ("completions/mean_length", "completions/max_length"),
 }
 LOG_SCALE = {"gradient norm (before clipping)"}
+MARKED = {"gradient norm (before clipping)"}  # with the steps that GradLoc looked into
 SHOWN = {  # metric -> short name in the progress line
     "reward": "reward",
     "eval/accuracy": "held-out",
@@ -75,6 +76,12 @@ def plot_curves(records, path, title=""):
                 continue
             axis.plot(steps, values, color=f"C{color}", alpha=0.25)
             axis.plot(steps, smooth(values, max(1, len(values) // 15)), color=f"C{color}", label=name)
+        if panel in MARKED:
+            looked, _ = series(records, "gradloc/top1_share")
+            at = dict(zip(*series(records, "grad_norm"), strict=True))
+            looked = [step for step in looked if step in at]
+            if looked:
+                axis.plot(looked, [at[step] for step in looked], "v", color="C3", label="explained by GradLoc")
         axis.set_title(panel)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)

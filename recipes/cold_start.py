@@ -32,6 +32,7 @@ from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3Config, Qwen3For
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
+from gradloc import GradLoc  # noqa: E402
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -69,6 +70,7 @@ class ColdStartConfig(SFTConfig):
     hidden_size: int = 96
     num_layers: int = 4
     heldout_rows: int = 480  # 20 of each kind and level
+    gradloc: str = "off"  # explain gradient spikes, into output_dir/gradloc: off | directional | search
 
     seed: int = 0
     max_steps: int = 2200
@@ -88,6 +90,8 @@ class ColdStartConfig(SFTConfig):
     def __post_init__(self):
         if not torch.accelerator.is_available():
             self.use_cpu, self.bf16 = True, False  # TRL's bf16 default ends the run where there is no GPU
+        if self.gradloc not in ("off", "directional", "search"):
+            raise ValueError(f"--gradloc {self.gradloc} is unknown: use off, directional or search")
         super().__post_init__()
 
 
@@ -224,14 +228,22 @@ def accuracy_table(model, tokenizer, rows):
     }
 
 
+def train(model, args, rows, tokenizer):
+    """One stage of SFT. Returns its trainer."""
+    trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    if args.gradloc != "off":
+        GradLoc(Path(args.output_dir) / "gradloc", method=args.gradloc, tokenizer=tokenizer).attach(trainer)
+    trainer.train()
+    return trainer
+
+
 def main():
     (args,) = TrlParser(ColdStartConfig).parse_args_and_config()
     set_seed(args.seed)
     tokenizer = make_tokenizer(args.vocab_size)
     model = make_model(args, tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    trainer = SFTTrainer(model, args=args, train_dataset=make_dataset(args, args.copies), processing_class=tokenizer)
-    trainer.train()
+    trainer = train(model, args, make_dataset(args, args.copies), tokenizer)
     if args.lazy_steps:
         print(
             f"second stage: {args.lazy_steps} steps with a teacher that guesses {args.lazy:.0%} of its answers",
@@ -239,8 +251,7 @@ def main():
         )
         lazy_args = dataclasses.replace(args, max_steps=args.lazy_steps, learning_rate=args.lazy_learning_rate)
         rows = make_dataset(args, 2, first_seed=args.copies, lazy=args.lazy, slip=args.slip)
-        trainer = SFTTrainer(trainer.model, args=lazy_args, train_dataset=rows, processing_class=tokenizer)
-        trainer.train()
+        trainer = train(trainer.model, lazy_args, rows, tokenizer)
     trainer.accelerator.wait_for_everyone()
     if not trainer.accelerator.is_main_process:
         return

@@ -45,7 +45,8 @@ def compare(a, b):
     compared = 0
     for x, y in zip(records_a, records_b, strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy", "mismatch/k3", "omega/p50", "rho/max", "eval/accuracy",
-                     "token_clip/masked_frac", "completions/mean_length", "ratio/min", "gradloc/top1_share", "gradloc/top10_share", "layer_clip/norm_before", "layer_clip/norm/layer_0"):  # fmt: skip
+                     "token_clip/masked_frac", "completions/mean_length", "ratio/min",
+                     "gradloc/top1_share", "gradloc/top10_share", "layer_clip/norm_before", "layer_clip/norm/layer_0"):  # fmt: skip
             if name in x:
                 assert x[name] == pytest.approx(y[name], abs=1e-5, rel=1e-4), (x["step"], name)
                 compared += 1
