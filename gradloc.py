@@ -1050,7 +1050,7 @@ class Attachment(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name, values in self.metrics.items():
-            logs[name] = sum(values) / len(values)
+            logs[name] = state.log_history[-1][name] = sum(values) / len(values)  # the history holds a copy
         self.metrics.clear()
 
 

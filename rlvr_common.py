@@ -35,6 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from gradloc import Attachment, GradLoc
+from gradloc_report import write_index
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
@@ -986,6 +987,10 @@ def _close(report, trainer, before, after, final):
             ("held-out accuracy before", _percent(before)),
             ("held-out accuracy after", f"{_percent(after)}   {points:+.1f} points"),
         ]
+    gradloc = trainer._attachment.gradloc if trainer._attachment is not None else None
+    if gradloc is not None and gradloc.reports:
+        index = write_index(gradloc.folder)
+        rows.append(("gradient spikes", f"{gradloc.reports} explained" + (f": {index}" if index else "")))
     rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
     print("\n" + table(rows), flush=True)
 

@@ -1,7 +1,9 @@
 """The README's claims that a machine can check: commands, file map, links, glossary, one-word facts about the project."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,10 +61,13 @@ def test_every_metric_of_a_run_is_in_the_glossary(tmp_path):
     """Names of metrics.jsonl, quantiles folded, against the README's table (TRL's own names included)."""
     section = README.split("## Metrics")[1].split("\n## ")[0]
     names = set(re.findall(r"`([\w./]+)`", section))
-    trainer = make_ours(tmp_path, max_steps=1, token_clip="tis", beta=0.01, seq_clip_low=0.9, seq_clip_high=1.1)
+    changes = {"token_clip": "tis", "beta": 0.01, "seq_clip_low": 0.9, "seq_clip_high": 1.1}
+    trainer = make_ours(tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, **changes)
     trainer.train()
-    written = set(trainer.state.log_history[0]) | {"eval/accuracy"}
+    written = {name for record in trainer.state.log_history if "loss" in record for name in record} | {"eval/accuracy"}
+    assert {"gradloc/time_ratio", "layer_clip/corr_min"} <= written
     folded = {re.sub(r"/(min|p01|p50|p99|max)$", "/...", name) for name in written}
+    folded = {re.sub(r"^(layer_clip/(norm|factor))/.*", r"\1/...", name) for name in folded}
     missing = sorted(name for name in folded if name not in names and not name.startswith("rewards/digits_reward"))
     assert missing == []
 
@@ -74,3 +79,15 @@ def test_every_pin_is_exact_and_says_why():
     assert len(lines) > 10
     for line in lines:
         assert re.fullmatch(r"[\w\[\].-]+==[\w.]+\s+# .{10,}", line), line
+
+
+def test_gradloc_example_in_a_plain_loop_runs(tmp_path):
+    code = next(block for block in README.split("```python")[1:] if "gradloc.watch" in block).split("```")[0]
+    added = [line for line in code.splitlines() if "gradloc" in line.lower() and "import" not in line]
+    assert len(added) <= 5
+    (tmp_path / "loop.py").write_text(code.replace('"tiny/qwen3"', repr(str(REPO / "tiny" / "qwen3"))))
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("of the gradient norm is token") == 2
+    assert len(list((tmp_path / "runs/loop/gradloc").glob("spike_*.html"))) == 2
