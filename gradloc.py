@@ -166,7 +166,8 @@ class Trigger:
     "adaptive"  norm > threshold = max(factor * median, median * exp(z * 1.4826 * MAD of log norms)) over the last `window`
                 norms, from the `warmup`-th on. A norm above the threshold enters the window as the threshold: a collapse
                 cannot lift the bar at once, a lasting change of level still can. Steps with norm 0 (no advantage
-                anywhere) are left out.
+                anywhere) are left out, and the median counts as no less than a tenth of the largest it has been: after a
+                collapse, when norms are near 0, an ordinary one is no spike.
                 ours; the blog's constant must be tuned for each model, aggregation and advantage scale.
     "paper"     norm > tau sqrt(sum_t a_t^2), which is tau/sqrt(N) for a token mean over N tokens.
 
@@ -191,6 +192,7 @@ class Trigger:
         self.kind, self.tau, self.warmup, self.factor, self.z = trigger, tau, warmup, factor, z
         self.cooldown, self.every_n_steps = cooldown, every_n_steps
         self.norms = deque(maxlen=window)
+        self.level = 0.0  # the largest median so far
         self.seen = 0
         self.quiet = {"spike": 0, "non-finite": 0}  # steps left in which that kind is only counted
         self.suppressed = 0
@@ -198,13 +200,15 @@ class Trigger:
     def threshold(self, squares=None):
         """The norm above which a step is a spike; None while it cannot be told. squares: sum of a_t^2 (for "paper")."""
         if self.kind == "paper":
-            return self.tau * math.sqrt(squares)
+            return None if squares is None else self.tau * math.sqrt(squares)
         if len(self.norms) < self.warmup:
             return None
         logs = [math.log(n) for n in self.norms]
         median = statistics.median(logs)
         spread = statistics.median(abs(x - median) for x in logs)
-        return math.exp(median) * max(self.factor, math.exp(min(self.z * 1.4826 * spread, 50.0)))
+        self.level = max(self.level, math.exp(median))
+        usual = max(math.exp(median), 0.1 * self.level)
+        return usual * max(self.factor, math.exp(min(self.z * 1.4826 * spread, 50.0)))
 
     def decide(self, norm, finite=True, squares=None):
         """Call once a step. -> (reason or None, threshold or None, median or None). Reasons: non-finite, adaptive, paper, every_n_steps."""
@@ -232,18 +236,19 @@ class Trigger:
 
     def state_dict(self):
         return {
-            "norms": list(self.norms), "seen": self.seen, "quiet": dict(self.quiet), "suppressed": self.suppressed,
+            "norms": list(self.norms), "level": self.level, "seen": self.seen, "quiet": dict(self.quiet),
+            "suppressed": self.suppressed,
         }  # fmt: skip
 
     def load_state_dict(self, state):
-        self.norms = deque(state["norms"], maxlen=self.norms.maxlen)
+        self.norms, self.level = deque(state["norms"], maxlen=self.norms.maxlen), state["level"]
         self.seen, self.suppressed, self.quiet = state["seen"], state["suppressed"], dict(state["quiet"])
 
 
 # --- what made it -----------------------------------------------------------------------------------------------------
 
 
-def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0):
+def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0, apart=4.0):
     """Cause of a spike from its evidence. -> (cause, evidence sentences, what could not be judged).
 
     tokens     [{"share", "omega"}] signed shares of the norm; omega may be None
@@ -254,20 +259,28 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     A.1  the tokens whose omega is outside token_band hold at least half of the norm that the listed tokens hold
     A.2  else, the sequences with omega inside and rho outside seq_band hold at least half of it, and they stand out of the step (z > 3)
     B    else, some layer is more than layer_factor times its own median and more than twice as far from it as the
-         median layer is: heterogeneous, not everything at once
+         median layer is: heterogeneous, not everything at once. Before A.2, and before an A.1 whose omegas are the smaller
+         factor, if it is more than `apart` times as far: omega and rho weigh a token's gradient alike in all layers
     paper: bands TokenClip [0.5, 5], SeqClip (0.995, 1.005); which share makes a cause, and what "outside its history" means for a
     layer, not stated; we: half, and the factors above, because they separate planted causes (results/gradloc/report.md).
     """
     evidence, not_judged = [], []
+    ratios = {name: layer["ratio"] for name, layer in layers.items() if layer["ratio"] is not None}
+    middle = statistics.median(ratios.values()) if ratios else 0.0
+    furthest = max(ratios, key=ratios.get) if len(ratios) > 1 else None
+    spread = 1.0  # how much further from its history one layer is than the median layer, where that says something
+    if furthest and ratios[furthest] > layer_factor and ratios[furthest] > apart * middle:
+        spread = ratios[furthest] / max(middle, 1e-6)
     total = sum(abs(t["share"]) for t in tokens) or 1.0
     judged = [t for t in tokens if t["omega"] is not None]
     outside = [t for t in judged if not token_band[0] <= t["omega"] <= token_band[1]]
     part = sum(abs(t["share"]) for t in outside) / total
+    factor = max((max(t["omega"], 1 / max(t["omega"], 1e-30)) for t in outside), default=1.0)
     if not tokens:
         not_judged.append("A.1 and A.2: no token stands out")
     elif not judged:
         not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
-    elif part >= 0.5:
+    elif part >= 0.5 and not factor < spread:  # a NaN omega counts
         worst = max(outside, key=lambda t: abs(t["share"]))
         evidence.append(
             f"{len(outside)} of {len(tokens)} listed tokens have omega = pi_theta/mu outside [{token_band[0]:g}, {token_band[1]:g}] and "
@@ -275,7 +288,10 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
         )
         return "A.1", evidence, not_judged
     elif outside:
-        evidence.append(f"tokens with omega outside the band hold only {100 * part:.0f} % of what the list holds")
+        evidence.append(
+            f"tokens with omega outside the band hold {'only ' if part < 0.5 else ''}{100 * part:.0f} % of what the list holds"
+            + ("" if part < 0.5 else ", but one layer is further outside its own history")
+        )
     else:
         evidence.append(f"omega of every listed token lies in [{token_band[0]:g}, {token_band[1]:g}]")
     known = [s for s in sequences if s["rho"] is not None]
@@ -283,7 +299,7 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     share = sum(abs(s["share"]) for s in sequences) or 1.0
     standing_out = [s for s in drifting if s["log_rho_z"] is None or s["log_rho_z"] > 3]
     part = sum(abs(s["share"]) for s in standing_out) / share
-    if part >= 0.5:
+    if part >= 0.5 and spread == 1.0:
         worst = max(standing_out, key=lambda s: abs(s["share"]))
         z = (
             ""
@@ -298,21 +314,22 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     if known:
         evidence.append(
             f"rho is outside ({seq_band[0]:g}, {seq_band[1]:g}) in {len(drifting)} of {len(known)} listed sequences, but "
-            + ("in none that stands out of the step" if not standing_out else "these hold the smaller part")
-        )
-    ratios = {name: layer["ratio"] for name, layer in layers.items() if layer["ratio"] is not None}
-    if len(ratios) < 2:
+            + (
+                "in none that stands out of the step" if not standing_out
+                else "these hold the smaller part" if part < 0.5
+                else "a sequence's weight is the same in all layers"
+            )
+        )  # fmt: skip
+    if furthest is None:
         not_judged.append("B: fewer than 8 earlier steps of layer norms are recorded")
         return "unclassified", evidence, not_judged
-    middle = statistics.median(ratios.values())
-    name = max(ratios, key=ratios.get)
-    if ratios[name] > layer_factor and ratios[name] > 2 * middle:
+    if ratios[furthest] > layer_factor and ratios[furthest] > 2 * middle:
         evidence.append(
-            f"{name} is at {ratios[name]:.1f} times its own median norm while the median layer is at {middle:.1f} times"
+            f"{furthest} is at {ratios[furthest]:.1f} times its own median norm while the median layer is at {middle:.1f} times"
         )
         return "B", evidence, not_judged
     evidence.append(
-        f"layers move together: the largest, {name}, is at {ratios[name]:.1f} times its median, the median layer at {middle:.1f}"
+        f"layers move together: the largest, {furthest}, is at {ratios[furthest]:.1f} times its median, the median layer at {middle:.1f}"
     )
     return "unclassified", evidence, not_judged
 
@@ -514,7 +531,7 @@ class GradLoc:
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
             _diagnose_into(report, self.token_band, self.seq_band)
-        report.sentence = _sentence(report)
+        report.sentence = _sentence(report, self.token_band, self.seq_band)
         return report
 
     def _name_layers(self, step, report):
@@ -574,11 +591,12 @@ class GradLoc:
             + (f", of {offender.tensor}" if offender.tensor else ""),
         }
         report.evidence = [text[offender.where]]
-        if offender.row is None:
+        if offender.column is None:
+            if offender.row is not None:
+                report.evidence[0] += f"; somewhere in sequence {offender.row} on rank {offender.rank}"
             return {}, None
-        column = step.calls[offender.call].offset if offender.column is None else offender.column
-        report.offender["position"] = column - step.calls[offender.call].offset
-        return {(offender.rank, offender.call, offender.row, column): math.nan}, None
+        report.offender["position"] = offender.column - step.calls[offender.call].offset
+        return {(offender.rank, offender.call, offender.row, offender.column): math.nan}, None
 
     # words and numbers of the report ----------------------------------------------------------------------------------
 
@@ -878,7 +896,7 @@ def _diagnose_into(report, token_band, seq_band):
         report.remedy = ""  # nothing to treat
 
 
-def _sentence(report):
+def _sentence(report, token_band, seq_band):
     head = f"step {report.step}: "
     if report.cause == "N":
         text = head + report.evidence[0]
@@ -900,9 +918,12 @@ def _sentence(report):
     if t is not None and t.layers:
         text += f", {_leading(t.layers)}"
     if report.cause == "A.1":
-        text += f"; omega = {t.omega:.2g} (token mismatch)" if t.omega is not None else "; token mismatch"
+        worst = next(x for x in report.tokens if x.omega is not None and not token_band[0] <= x.omega <= token_band[1])
+        text += f"; omega = {worst.omega:.2g}{_whose(worst.position, t.position, 'token')} (token mismatch)"
     elif report.cause == "A.2":
-        text += f"; rho = {t.rho:.3g} with omega in its band (sequence mismatch)"
+        worst = next(x for x in report.sequences if x["rho"] is not None and not seq_band[0] < x["rho"] < seq_band[1])
+        whose = _whose(worst["sequence"], t.sequence, "sequence")
+        text += f"; rho = {worst['rho']:.3g}{whose} with omega in its band (sequence mismatch)"
     elif report.cause == "B":
         name = max((n for n in report.layers if report.layers[n]["ratio"]), key=lambda n: report.layers[n]["ratio"])
         text += f"; {name} at {report.layers[name]['ratio']:.1f} times its own median (layer heterogeneity)"
@@ -911,6 +932,11 @@ def _sentence(report):
     if report.trigger["reason"] == "every_n_steps":
         return text + "; no spike, looked at in turn"
     return text + (f": {report.remedy}" if report.remedy else "")
+
+
+def _whose(item, named, kind):
+    """` at token 7` where it is not the one that the sentence names first."""
+    return "" if item == named else f" at {kind} {item}"
 
 
 def _leading(layers):

@@ -808,8 +808,9 @@ def _broken_weights(step):
     return None
 
 
-def _place(tensor, shape, last=False):
-    """(row, column) of the first (or last) sequence position that is not finite in a (N, S, ...) or (N*S, ...) tensor."""
+def _place(tensor, shape, sole=False):
+    """(row, column) of the first sequence position that is not finite in a (N, S, ...) or (N*S, ...) tensor; column None where
+    it cannot be told. sole: also where several of the row are broken (attention's backward spreads one to all)."""
     n, t = shape
     bad = ~torch.isfinite(tensor.detach())
     bad = bad.flatten(2).any(2) if bad.dim() > 2 else bad
@@ -821,9 +822,10 @@ def _place(tensor, shape, last=False):
         return int(bad.nonzero()[0]), None
     row = int(bad.any(1).nonzero()[0])
     columns = bad[row].nonzero().squeeze(1)
-    column = int(columns[-1] if last else columns[0])
+    if sole and len(columns) > 1:
+        return row, None
     before = max(bad.shape[1] - 1 - t, 0)  # positions that predict no column: logps may cover completions only
-    return row, min(max(column - before, 0), t - 1)
+    return row, min(max(int(columns[0]) - before, 0), t - 1)
 
 
 @contextmanager
@@ -943,7 +945,7 @@ def _broken_backward(step):
             continue
         if events:
             name, bad = events[0]
-            row, column = _place(bad, call.shape, last=True)
+            row, column = _place(bad, call.shape, sole=True)
             found = Offender("backward", name or "model", None, rank(), index, row, column)
         else:
             found = Offender("backward", broken[-1].rpartition(".")[0], broken[-1], rank(), index)

@@ -38,7 +38,7 @@ from gradloc import GradLoc  # noqa: E402
 from tiny.tasks import make_rows  # noqa: E402
 
 MODEL = str(REPO / "tiny" / "qwen3")
-BARS = {
+BARS = {  # each an upper limit
     # at most one step on top of the step that spiked; with 8 long sequences 4 confirmed ones are up to half the batch
     "directional_tiny": 1.0,
     "directional_wide": 1.3,
@@ -87,39 +87,40 @@ def published(model, micro_batches, logps_fn, token_losses, tau, budget=128):
         run(m, select, count)
         return gradient_norm(model), tau / math.sqrt(count)
 
+    if not gradient_norm(model) > tau / math.sqrt(total):  # False for NaN: the schedule never sees one
+        return [], 0
     leaves = []
-    if gradient_norm(model) > tau / math.sqrt(total):
-        norms = [probe(m, masks[m]) for m in range(len(micro_batches))]
-        best = max(range(len(norms)), key=lambda m: norms[m][0])
-        low, high = 0, world
-        found = norms[best][0] > norms[best][1]
-        while found and high - low > 1:
-            middle = (low + high) // 2
-            sides = []
-            for a, b in ((low, middle), (middle, high)):
-                active = [masks[best][r] if a <= r < b else None for r in range(world)]
-                sides.append((*probe(best, active), a, b))
-            norm, threshold, low, high = max(sides)
-            found = norm > threshold
-        if found:
-            tokens = masks[best][low].nonzero().tolist()  # all sequences of the micro-batch, row by row
-            stack, probes = [(0.0, 0, len(tokens))], 0
-            while stack and probes + 2 <= budget:
-                norm, a, b = stack.pop()
-                if b - a == 1:
-                    leaves.append((norm, best, low, *tokens[a]))
-                    continue
-                children = []
-                for left, right in ((a, (a + b) // 2), ((a + b) // 2, b)):
-                    keep = torch.zeros_like(masks[best][low])
-                    for row, column in tokens[left:right]:
-                        keep[row, column] = True
-                    norm, threshold = probe(best, [keep if r == low else None for r in range(world)])
-                    probes += 1
-                    if norm > threshold:
-                        children.append((norm, left, right))
-                stack += sorted(children)
-            leaves += [(norm, best, low, *tokens[a]) for norm, a, b in stack if b - a == 1]
+    norms = [probe(m, masks[m]) for m in range(len(micro_batches))]
+    best = max(range(len(norms)), key=lambda m: norms[m][0])
+    low, high = 0, world
+    found = norms[best][0] > norms[best][1]
+    while found and high - low > 1:
+        middle = (low + high) // 2
+        sides = []
+        for a, b in ((low, middle), (middle, high)):
+            active = [masks[best][r] if a <= r < b else None for r in range(world)]
+            sides.append((*probe(best, active), a, b))
+        norm, threshold, low, high = max(sides)
+        found = norm > threshold
+    if found:
+        tokens = masks[best][low].nonzero().tolist()  # all sequences of the micro-batch, row by row
+        stack, probes = [(0.0, 0, len(tokens))], 0
+        while stack and probes + 2 <= budget:
+            norm, a, b = stack.pop()
+            if b - a == 1:
+                leaves.append((norm, best, low, *tokens[a]))
+                continue
+            children = []
+            for left, right in ((a, (a + b) // 2), ((a + b) // 2, b)):
+                keep = torch.zeros_like(masks[best][low])
+                for row, column in tokens[left:right]:
+                    keep[row, column] = True
+                norm, threshold = probe(best, [keep if r == low else None for r in range(world)])
+                probes += 1
+                if norm > threshold:
+                    children.append((norm, left, right))
+            stack += sorted(children)
+        leaves += [(norm, best, low, *tokens[a]) for norm, a, b in stack if b - a == 1]
     model.zero_grad()
     for m, select in enumerate(masks):  # the gradient of the step was thrown away by the first probe
         run(m, select, total)
@@ -316,12 +317,12 @@ def main():
     parser.add_argument("--quick", action="store_true", help="shorter sequences in (b), no growth; under a minute")
     quick = parser.parse_args().quick
     logging.disable_progress_bar()
-    figures, bars, missed = {}, {}, 0
+    figures, missed = {}, 0
     # name, work, rounds, micro-batches of the published schedule, rounds in which that runs
     plan = [
         ("tiny", lambda: tiny_work(64), 3 if quick else 9, (4,) if quick else (1, 4), 1 if quick else 3),
         ("tiny_4x", lambda: tiny_work(256), 3, (1, 4), 1),
-        ("wide", lambda: wide_work(8, 64 if quick else 512), 3 if quick else 5, () if quick else (4,), 1),
+        ("wide", lambda: wide_work(8, 256 if quick else 512), 1 if quick else 5, () if quick else (4,), 1),
         ("wide_4x", lambda: wide_work(16, 1024), 1, (16,), 1),
     ]
     for name, make, rounds, parts, slow_rounds in plan:
@@ -342,9 +343,8 @@ def main():
                 grown = figures[f"{method}_{name}_4x"] / figures[f"{method}_{name}"]
                 figures[f"growth_{method}_{name}"] = round(grown, 2)
     figures["missed"] = missed
-    bars = {name: {"at_most": bar} for name, bar in BARS.items()}
     ok = all(figures[name] <= bar for name, bar in BARS.items())
-    print(json.dumps({"name": "bench_gradloc", "figures": figures, "bars": bars, "ok": ok}))
+    print(json.dumps({"name": "bench_gradloc", "figures": figures, "bars": BARS, "ok": ok}))
     sys.exit(0 if ok else 1)
 
 

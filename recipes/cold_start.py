@@ -28,7 +28,15 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    GenerationConfig,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
@@ -67,6 +75,8 @@ class ColdStartConfig(SFTConfig):
     lazy_steps: int = 100  # optimizer steps of the second stage; 0 = none
     lazy_learning_rate: float = 3e-4  # low: the arithmetic must survive
     vocab_size: int = 384  # upper bound; training stops earlier when no pair is left to merge
+    architecture: str = "qwen3"  # qwen3 | qwen3_moe
+    num_experts: int = 8  # of qwen3_moe; two answer each token
     hidden_size: int = 96
     num_layers: int = 4
     heldout_rows: int = 480  # 20 of each kind and level
@@ -92,6 +102,8 @@ class ColdStartConfig(SFTConfig):
             self.use_cpu, self.bf16 = True, False  # TRL's bf16 default ends the run where there is no GPU
         if self.gradloc not in ("off", "directional", "search"):
             raise ValueError(f"--gradloc {self.gradloc} is unknown: use off, directional or search")
+        if self.architecture not in ("qwen3", "qwen3_moe"):
+            raise ValueError(f"--architecture {self.architecture} is unknown: use qwen3 or qwen3_moe")
         super().__post_init__()
 
 
@@ -128,8 +140,18 @@ def make_tokenizer(vocab_size):
 
 
 def make_model(args, tokenizer):
-    """A Qwen3ForCausalLM at random: tied embeddings like the small Qwen3s, head_dim 32 so that vLLM serves it."""
-    config = Qwen3Config(
+    """A Qwen3ForCausalLM or Qwen3MoeForCausalLM at random: tied embeddings like the small Qwen3s, head_dim 32 so that vLLM serves it."""
+    moe = {}
+    if args.architecture == "qwen3_moe":
+        moe = {
+            "num_experts": args.num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": args.hidden_size,
+            "norm_topk_prob": True,  # as Qwen3-30B-A3B
+            "output_router_logits": True,  # in SFT only: the load-balancing loss keeps all experts in use
+            "router_aux_loss_coef": 0.01,
+        }
+    config = (Qwen3MoeConfig if moe else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,
         intermediate_size=args.hidden_size * 8 // 3,
@@ -144,8 +166,9 @@ def make_model(args, tokenizer):
         dtype="float32",
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **moe,
     )
-    model = Qwen3ForCausalLM(config)
+    model = (Qwen3MoeForCausalLM if moe else Qwen3ForCausalLM)(config)
     # top_k 0 and top_p 1: sampling at temperature 1 is the policy itself
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -257,6 +280,9 @@ def main():
         return
     model = trainer.accelerator.unwrap_model(trainer.model).float()
     model.config.use_cache = True  # off in training
+    if args.architecture == "qwen3_moe":
+        model.config.output_router_logits = False
+        model = model.bfloat16()  # three checkpoints ship; half the size, and the accuracy below is of this copy
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     print(f"held-out accuracy, {args.heldout_rows} problems      sampled (T=1)   greedy")

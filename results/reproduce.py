@@ -1,6 +1,7 @@
 """Make the evidence in results/ again, one command a claim.
 
     python results/reproduce.py grpo_tokenclip            three arms x three seeds, about half an hour on 2 cores
+    python results/reproduce.py gradloc                   seven arms x five seeds that spike and collapse, about 40 minutes
     python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
 
 Writes results/<claim>/report.md, metrics.jsonl (every arm, seed and step) and curve.png (mean and spread over seeds).
@@ -23,6 +24,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
+from gradloc_report import load_spikes  # noqa: E402
 from rlvr_report import read_metrics, smooth, to_json  # noqa: E402
 
 SEQ_CLIP = ["--seq_clip_low", "0.995", "--seq_clip_high", "1.005"]
@@ -31,13 +33,49 @@ ARMS = {  # name in the report -> options on top of the embedded default at fp8 
     "GRPO + TokenClip": ["--token_clip", "icepop"],
     "GRPO + TokenClip + SeqClip": ["--token_clip", "icepop", *SEQ_CLIP],
 }
+# GRPO on stale rollouts (eight updates a sampling) under a rising learning rate: it improves, then spikes and dies. SGD, because
+# AdamW divides a spike away; no global clip, because it is one of the treatments.
+STALE = [
+    "--steps_per_generation", "8", "--per_device_train_batch_size", "32", "--save_strategy", "no", "--report_to", "none",
+    "--eval_problems", "100", "--eval_samples", "2", "--gradloc", "directional", "--layer_clip",
+]  # fmt: skip
+MEASURE = ["--layer_clip_alpha", "inf"]  # LayerClip that clips nothing: its metrics alone
+SGD = [
+    "--optim",
+    "sgd",
+    "--learning_rate",
+    "1.0",
+    "--warmup_steps",
+    "100",
+    "--max_steps",
+    "96",
+    "--max_grad_norm",
+    "0",
+]
+ADAMW = ["--learning_rate", "3e-3", "--warmup_steps", "200", "--max_steps", "120", "--max_grad_norm", "0"]
+WIDE = [
+    "--seq_clip_low",
+    "0.9",
+    "--seq_clip_high",
+    "1.1",
+]  # the blog's band is for answers of 8k tokens; these have 20
+SPIKING_ARMS = {
+    "SGD: GRPO": [*SGD, *MEASURE, "--token_clip", "none"],
+    "SGD: GRPO + global clip at 1": [*SGD, *MEASURE, "--token_clip", "none", "--max_grad_norm", "1"],
+    "SGD: GRPO + TokenClip": [*SGD, *MEASURE, "--token_clip", "icepop"],
+    "SGD: GRPO + TokenClip + SeqClip": [*SGD, *MEASURE, "--token_clip", "icepop", *WIDE],
+    "SGD: GRPO + TokenClip + SeqClip + LayerClip": [*SGD, "--token_clip", "icepop", *WIDE],
+    "AdamW: GRPO": [*ADAMW, *MEASURE, "--token_clip", "none"],
+    "AdamW: GRPO + TokenClip + SeqClip + LayerClip": [*ADAMW, "--token_clip", "icepop", *WIDE],
+}
 KEPT = (
     "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
-    "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length",
+    "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length", "ratio/max",
+    "gradloc/top1_share", "gradloc/certificate", "layer_clip/corr_mean", "layer_clip/corr_min", "layer_clip/clipped_frac",
 )  # fmt: skip
 
 
-def run_arm(name, options, seed, steps, folder, jobs):
+def run_arm(name, options, seed, folder, jobs):
     """One training run as a user would start it -> its metrics records and wall-clock minutes."""
     command = [
         sys.executable,
@@ -47,7 +85,7 @@ def run_arm(name, options, seed, steps, folder, jobs):
         "--rollout_dtype",
         "fp8",
     ]
-    command += ["--seed", str(seed), *(["--max_steps", str(steps)] if steps else []), *options]
+    command += ["--seed", str(seed), *options]
     start = time.monotonic()
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))}
     with (folder.parent / f"{folder.name}.log").open("w") as log:
@@ -118,15 +156,17 @@ def fill(path, lines):
     path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
 
 
-def grpo_tokenclip(seeds, steps, out, jobs):
+def run_arms(claim, arms, seeds, steps, out, jobs):
+    """Every arm with every seed -> {arm: {seed: (records, minutes)}} and the folder of the runs; writes metrics.jsonl."""
     out.mkdir(parents=True, exist_ok=True)
-    work = REPO / "runs" / "reproduce" / time.strftime("grpo_tokenclip-%Y%m%d-%H%M%S")
+    work = REPO / "runs" / "reproduce" / time.strftime(f"{claim}-%Y%m%d-%H%M%S")
     work.mkdir(parents=True)
-    runs, waiting = {arm: {} for arm in ARMS}, {}
+    runs, waiting = {arm: {} for arm in arms}, {}
+    limit = ["--max_steps", str(steps)] if steps else []
     with ThreadPoolExecutor(jobs) as pool:
         for seed in seeds:
-            for i, (arm, options) in enumerate(ARMS.items()):
-                waiting[arm, seed] = pool.submit(run_arm, arm, options, seed, steps, work / f"{i}-{seed}", jobs)
+            for i, (arm, options) in enumerate(arms.items()):
+                waiting[arm, seed] = pool.submit(run_arm, arm, [*options, *limit], seed, work / f"{i}-{seed}", jobs)
         for (arm, seed), future in waiting.items():
             runs[arm][seed] = future.result()
     with (out / "metrics.jsonl").open("w") as file:
@@ -135,32 +175,96 @@ def grpo_tokenclip(seeds, steps, out, jobs):
                 for record in records:
                     kept = {k: round(record[k], 6) for k in KEPT if isinstance(record.get(k), float)}
                     file.write(to_json({"arm": arm, "seed": seed, "step": record["step"], **kept}) + "\n")
-    curves(runs, out / "curve.png")
-    rows = list(table_rows(runs))
-    head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
-            "tokens masked %", "sequences masked %", "minutes", "smallest gain"]  # fmt: skip
+    return runs, work
+
+
+def write_table(claim, head, rows, seeds, steps, jobs, out, arms):
     lines = [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
-    command = f"python results/reproduce.py grpo_tokenclip --seeds {' '.join(map(str, seeds))}"
+    command = f"python results/reproduce.py {claim} --seeds {' '.join(map(str, seeds))}"
     command += (f" --steps {steps}" if steps else "") + (f" --jobs {jobs}" if jobs > 1 else "")
     fill(out / "report.md", [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines])
     print("\n".join(lines))
-    print(json.dumps({"claim": "grpo_tokenclip", "out": str(out), "runs": len(seeds) * len(ARMS)}))
+    print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(arms)}))
 
 
-CLAIMS = {"grpo_tokenclip": grpo_tokenclip}
+def grpo_tokenclip(seeds, steps, out, jobs):
+    runs, _ = run_arms("grpo_tokenclip", ARMS, seeds, steps, out, jobs)
+    curves(runs, out / "curve.png")
+    head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
+            "tokens masked %", "sequences masked %", "minutes", "smallest gain"]  # fmt: skip
+    write_table("grpo_tokenclip", head, list(table_rows(runs)), seeds, steps, jobs, out, ARMS)
+
+
+def collapse_step(records):
+    """First step from which the reward stays below half of its peak (of means over samplings); None if it never does."""
+    points = [(r["step"], r["reward"]) for r in records if "reward" in r]
+    peak = max(reward for _, reward in points)
+    below = [step for i, (step, _) in enumerate(points) if all(reward < peak / 2 for _, reward in points[i:])]
+    return below[0] if below else None
+
+
+def largest_spike(records):
+    """Largest gradient norm over the median of the 20 steps before it, where that median is not near 0; and its step."""
+    norms = [(r["step"], r["grad_norm"]) for r in records if "grad_norm" in r]
+    ratios = [(0.0, 0)]
+    for i in range(5, len(norms)):
+        median = statistics.median(n for _, n in norms[max(0, i - 20) : i])
+        if median > 0.05:
+            ratios.append((norms[i][1] / median, norms[i][0]))
+    return max(ratios)
+
+
+def gradloc(seeds, steps, out, jobs):
+    arms = {arm: [*STALE, *options] for arm, options in SPIKING_ARMS.items()}
+    runs, work = run_arms("gradloc", arms, seeds, steps, out, jobs)
+    for optimizer in ("SGD", "AdamW"):
+        part = {arm.removeprefix(f"{optimizer}: "): v for arm, v in runs.items() if arm.startswith(optimizer)}
+        curves(part, out / f"curve_{optimizer.lower()}.png")
+    rows = []
+    for i, (arm, by_seed) in enumerate(runs.items()):
+        collapsed = [collapse_step(records) for records, _ in by_seed.values()]
+        spikes = [largest_spike(records) for records, _ in by_seed.values()]
+        causes, certificates, reports = {}, [], 0
+        for seed in by_seed:
+            folder = work / f"{i}-{seed}" / "gradloc"
+            for spike in load_spikes(folder) if (folder / "spikes.jsonl").exists() else []:
+                causes[spike["cause"]] = causes.get(spike["cause"], 0) + 1
+                reports += 1
+                if spike["certificate"] is not None:
+                    certificates.append(spike["certificate"])
+        train = [[r for r in records if "grad_norm" in r] for records, _ in by_seed.values()]
+        last = [statistics.mean([r["reward"] for r in t if "reward" in r][-2:]) for t in train]
+        corr = [statistics.mean(r["layer_clip/corr_min"] for r in t if "layer_clip/corr_min" in r) for t in train]
+        evals = [[r["eval/accuracy"] for r in records if "eval/accuracy" in r] for records, _ in by_seed.values()]
+        steps_of = sorted(c for c in collapsed if c is not None)
+        rows.append([
+            arm, f"{len(steps_of)} of {len(collapsed)}", ", ".join(map(str, steps_of)) or "-",
+            spread([s[0] for s in spikes]), f"{sum(s[0] > 10 for s in spikes)}", spread(last),
+            spread([100 * e[0] for e in evals]), spread([100 * e[-1] for e in evals]),
+            ", ".join(f"{n} {cause}" for cause, n in sorted(causes.items())) or "-",
+            f"{max(certificates):.2g}" if certificates else "-", spread(corr),
+        ])  # fmt: skip
+    head = ["arm", "collapsed seeds", "collapse step", "largest spike (x median)", "seeds with a spike above 10x", "reward at the end",
+            "held-out before %", "after %", "causes named by GradLoc", "largest certificate", "smallest correlation of two layers"]  # fmt: skip
+    write_table("gradloc", head, rows, seeds, steps, jobs, out, arms)
+    print(f"pages of the spikes: python gradloc.py view {work}")
+
+
+CLAIMS = {"grpo_tokenclip": grpo_tokenclip, "gradloc": gradloc}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", choices=CLAIMS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; gradloc: 5 6 7 8 9")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the embedded default's; goes to runs/")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; each gets its share of the cores")
     args = parser.parse_args()
+    args.seeds = args.seeds or ([5, 6, 7, 8, 9] if args.claim == "gradloc" else [0, 1, 2])  # 0-4 chose the setting
     full = args.steps is None and len(args.seeds) >= 3
     out = (REPO / "results" if full else REPO / "runs" / "quick") / args.claim
     CLAIMS[args.claim](args.seeds, args.steps, out, args.jobs)

@@ -269,10 +269,16 @@ def test_everything_is_as_it_was():
     (logps_fn(model, batch)[:, 0].sum()).backward()
     before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
     noise = torch.get_rng_state()
+
+    def drawing(model, batch):  # a function that uses up random numbers by itself
+        torch.rand(3)
+        return logps_fn(model, batch)
+
     for method in ("jvp", "finite_difference"):
-        token_contributions(model, batch, logps_fn, objective(), method)
+        token_contributions(model, batch, drawing, objective(), method)
+        assert torch.equal(torch.get_rng_state(), noise)
     for options in ({}, {"method": "search"}, {"differentiation": "finite_difference"}):
-        GradLoc(quiet=True, **options).explain(model, batch, logps_fn, objective())
+        GradLoc(quiet=True, **options).explain(model, batch, drawing, objective())
     for p, (value, grad) in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, value) and torch.equal(p.grad, grad)
     assert torch.equal(torch.get_rng_state(), noise)
@@ -925,6 +931,22 @@ def test_a_module_whose_backward_breaks_is_named(module, row, column):
     assert "backward makes a non-finite gradient" in report.sentence
 
 
+def test_attention_spreads_a_broken_gradient_over_its_sequence_and_no_token_is_blamed():
+    model, batch = qwen(), make_batch()
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def patched(*args, **kwargs):
+        output, rest = forward(*args, **kwargs)
+        return BreaksBackward.apply(output, 3, P - 1 + 2), rest
+
+    attention.forward = patched
+    report, offender = explain_broken(model, batch, objective())
+    assert offender["where"] == "backward" and offender["module"] == "model.layers.1.self_attn"
+    assert (offender["row"], offender["column"], offender["position"]) == (3, None, None) and report.tokens == []
+    assert report.sentence.endswith("somewhere in sequence 3 on rank 0")
+
+
 def test_a_broken_weight_is_named():
     model, batch = qwen(), make_batch()
     with torch.no_grad():
@@ -1141,6 +1163,19 @@ def test_a_plain_loop_is_watched_without_a_trace(accumulation):
         assert (top.micro_batch, top.sequence, top.position) == (accumulation - 1, 1, 2)
         assert [r.step for r in reports if r] == [2, 4, 5, 6] and reports[3].remedy == ""
         assert reports[4].sentence.startswith("step 5: ") and "no spike, looked at in turn" in reports[3].sentence
+
+
+def test_a_loss_in_two_backwards_counts_twice():
+    model, batch = qwen(), planted()
+    whole = GradLoc(quiet=True).explain(model, batch, logps_fn, objective(beta=1.0))
+    watcher = GradLoc(quiet=True, every_n_steps=1)
+    logps = watcher.watch(model, batch, logps_fn)
+    first = objective()(logps, batch)
+    first.backward(retain_graph=True)
+    (objective(beta=1.0)(logps, batch) - objective()(logps, batch)).backward()
+    report = watcher.check(model)
+    assert report.certificate < 1e-6 and report.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6)
+    assert [t.share for t in report.tokens] == pytest.approx([t.share for t in whole.tokens], abs=1e-6)
 
 
 def test_deterministic():

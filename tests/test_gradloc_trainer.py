@@ -78,13 +78,15 @@ LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
         (
             {
                 "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
-                "token_clip": "icepop", "beta": 0.02, "rollout_dtype": "fp8",
+                "token_clip": "icepop", "beta": 0.02, "rollout_dtype": "fp8", "max_steps": 8,
             },
             ("directional",),
         ),
-        ({"peft_config": LORA, "disable_dropout": False, "beta": 0.02, "max_steps": 12}, ("directional", "search")),
+        ({"peft_config": LORA, "disable_dropout": False, "beta": 0.02, "max_steps": 6}, ("directional",)),
+        pytest.param({"peft_config": LORA, "disable_dropout": False}, ("search",), marks=pytest.mark.slow),
+        pytest.param({"aggregation": "token_mean", "layer_clip": True}, ("directional", "search"), marks=pytest.mark.slow),
     ],
-    ids=["plain", "accumulation-off_policy", "lora-dropout"],
+    ids=["plain", "accumulation-off_policy", "lora-dropout", "lora-search", "layer_clip"],
 )  # fmt: skip
 def test_twenty_steps_are_the_same_bits_with_and_without(tmp_path, changes, methods):
     plain = planted(tmp_path / "off", **changes)
@@ -98,7 +100,9 @@ def test_twenty_steps_are_the_same_bits_with_and_without(tmp_path, changes, meth
             assert equal(a, b)
         reports = {r["step"]: r for r in reports_of(trainer)}
         moving = [r["step"] for r in plain.state.log_history if r.get("grad_norm", 0) > 0]
-        assert list(reports) == moving and set(SPIKES) <= set(moving) and len(moving) > 0.7 * plain.state.max_steps
+        assert (
+            list(reports) == moving and {*trainer.places} <= set(moving) and len(moving) > 0.6 * plain.state.max_steps
+        )
         for step, report in reports.items():
             check_report(report)
             record = next(r for r in trainer.state.log_history if r["step"] == step)
@@ -107,7 +111,8 @@ def test_twenty_steps_are_the_same_bits_with_and_without(tmp_path, changes, meth
             if method == "directional":
                 assert report["certificate"] < 0.05 and report["method"].startswith("directional")
                 assert sum(t["share"] for t in report["tokens"][:10]) <= report["top10_share"] + 1e-9
-        for step in SPIKES:
+        assert list(trainer.places) == [s for s in SPIKES if s <= trainer.args.max_steps]
+        for step in trainer.places:
             assert top(reports[step]) == trainer.places[step]
             assert reports[step]["tokens"][0]["share"] > 0.5 and reports[step]["tokens"][0]["layers"]
 
@@ -148,7 +153,7 @@ def test_only_training_forwards_are_recorded(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.0}], ids=["clipped", "no-global-clip"])
 def test_a_spike_triggers_by_itself_and_only_then_metrics_appear(tmp_path, options, capsys):
-    trainer = planted(tmp_path, gradloc="directional", max_steps=14, learning_rate=1e-5, **options)
+    trainer = planted(tmp_path, gradloc="directional", max_steps=12, learning_rate=1e-5, **options)
     trainer._attachment.gradloc.trigger.warmup = 4
     trainer.train()
     looked = [r["step"] for r in trainer.state.log_history if "gradloc/top1_share" in r]
@@ -186,7 +191,7 @@ def test_a_report_holds_what_the_trainer_knew(tmp_path):
     assert token["rollout_logp"] == pytest.approx(float(batch.rollout_logps[place]), abs=1e-6)
     assert token["omega"] == pytest.approx(np.exp(token["logp"] - token["rollout_logp"]), rel=1e-5)
     log_omega = (batch.logps - batch.rollout_logps)[row][inputs["completion_mask"][row].bool()]
-    assert token["rho"] == pytest.approx(float(log_omega.mean().exp()), rel=1e-4) and token["rho"] != 1
+    assert token["rho"] == pytest.approx(log_omega.mean().exp().item(), rel=1e-4) and token["rho"] != 1
     assert token["advantage"] == pytest.approx(float(inputs["advantages"][row]))
     assert token["reward"] == pytest.approx(float(inputs["rewards"][row])) and token["version"] == 4
     prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
@@ -253,7 +258,7 @@ def test_a_resumed_run_triggers_and_clips_as_one_that_never_stopped(tmp_path):
     from test_trainer import StopAt
 
     changes = {
-        "max_steps": 12, "save_strategy": "steps", "save_steps": 6, "steps_per_generation": 2, "rollout_dtype": "fp8",
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "steps_per_generation": 2, "rollout_dtype": "fp8",
         "gradloc": "directional", "gradloc_every": 3, "gradloc_cooldown": 4, "layer_clip": True,
         "layer_clip_alpha": 1.2, "layer_clip_beta": 0.5,
     }  # fmt: skip
@@ -266,9 +271,9 @@ def test_a_resumed_run_triggers_and_clips_as_one_that_never_stopped(tmp_path):
     whole = make("whole")
     run(whole)
     half = make("half")
-    half.add_callback(StopAt(6))
+    half.add_callback(StopAt(4))
     run(half)
-    rest = make("half", resume_from_checkpoint=str(tmp_path / "half/checkpoint-6"))
+    rest = make("half", resume_from_checkpoint=str(tmp_path / "half/checkpoint-4"))
     run(rest)
     assert equal(weights(whole), weights(rest))
     assert equal(whole.optimizer.state_dict(), rest.optimizer.state_dict())
@@ -278,17 +283,17 @@ def test_a_resumed_run_triggers_and_clips_as_one_that_never_stopped(tmp_path):
         for path in (tmp_path / "whole/metrics.jsonl", tmp_path / "half/metrics.jsonl")
     ]
     assert logs[0] == logs[1]
-    assert any(name.startswith("layer_clip/") for name in logs[0][12])
+    assert any(name.startswith("layer_clip/") for name in logs[0][8])
     spikes = [
         [{k: r[k] for k in ("step", "trigger", "grad_norm", "tokens", "layers")} for r in load_spikes(tmp_path / name)]
         for name in ("whole", "half")
     ]
-    assert spikes[0] == spikes[1] and {5, 12} <= {r["step"] for r in spikes[0]}
-    assert len(whole._attachment.state_dict()["gradloc"]["layer_history"]) > 6
+    assert spikes[0] == spikes[1] and {3, 5, 6} <= {r["step"] for r in spikes[0]}
+    assert len(whole._attachment.state_dict()["gradloc"]["layer_history"]) > 4
 
 
 def test_a_checkpoint_without_gradloc_resumes_with_it_and_the_other_way_round(tmp_path):
-    base = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    base = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     for name, first, then in (
         ("on", {}, {"gradloc": "directional", "gradloc_every": 1}),
         ("off", {"gradloc": "directional", "layer_clip": True}, {}),
@@ -296,8 +301,8 @@ def test_a_checkpoint_without_gradloc_resumes_with_it_and_the_other_way_round(tm
     ):
         make_ours(tmp_path / name, **base, **first).train()
         trainer = make_ours(tmp_path / name, **base, **then)
-        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
-        assert trainer.state.global_step == 4
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
+        assert trainer.state.global_step == 2
 
 
 # --- other trainers ---------------------------------------------------------------------------------------------------
