@@ -284,14 +284,14 @@ METHODS = {
 }
 
 
-def measure(name, work, rounds, parts, slow_rounds):
-    """Cost of every method in steps, interleaved. parts: numbers of micro-batches for the published schedule."""
+def measure(name, work, methods, rounds, parts, slow_rounds):
+    """Cost of the methods in steps, interleaved. parts: numbers of micro-batches for the published schedule."""
     seconds, passes, missed = {"step": []}, {}, 0
     work.localise(**METHODS["directional"])  # warms caches and threads
     for turn in range(rounds):
         seconds["step"].append(timed(lambda: work.step(work.spiked))[0])
-        for method, options in METHODS.items():
-            took, found, report = work.localise(**options)
+        for method in methods:
+            took, found, report = work.localise(**METHODS[method])
             seconds.setdefault(method, []).append(took)
             missed += not found
             if report.search is not None:
@@ -314,27 +314,35 @@ def measure(name, work, rounds, parts, slow_rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter sequences in (b), no growth; under a minute")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="(b) with half the tokens and the bar's method alone, no growth; under a minute",
+    )
     quick = parser.parse_args().quick
     logging.disable_progress_bar()
     figures, missed = {}, 0
-    # name, work, rounds, micro-batches of the published schedule, rounds in which that runs
-    plan = [
-        ("tiny", lambda: tiny_work(64), 3 if quick else 9, (4,) if quick else (1, 4), 1 if quick else 3),
-        ("tiny_4x", lambda: tiny_work(256), 3, (1, 4), 1),
-        ("wide", lambda: wide_work(8, 256 if quick else 512), 1 if quick else 5, () if quick else (4,), 1),
-        ("wide_4x", lambda: wide_work(16, 1024), 1, (16,), 1),
-    ]
-    for name, make, rounds, parts, slow_rounds in plan:
-        if quick and name.endswith("4x"):
-            continue
+    # name, work, methods, rounds, micro-batches of the published schedule, rounds in which that runs
+    if quick:
+        plan = [
+            ("tiny", lambda: tiny_work(64), METHODS, 3, (4,), 1),
+            ("wide", lambda: wide_work(8, 256), ("directional",), 2, (), 0),
+        ]
+    else:
+        plan = [
+            ("tiny", lambda: tiny_work(64), METHODS, 9, (1, 4), 3),
+            ("tiny_4x", lambda: tiny_work(256), METHODS, 3, (1, 4), 1),
+            ("wide", lambda: wide_work(8, 512), METHODS, 5, (4,), 1),
+            ("wide_4x", lambda: wide_work(16, 1024), METHODS, 1, (16,), 1),
+        ]
+    for name, make, methods, rounds, parts, slow_rounds in plan:
         work = make()
-        unit, ratios, lost = measure(name, work, rounds, parts, slow_rounds)
+        unit, ratios, lost = measure(name, work, methods, rounds, parts, slow_rounds)
         missed += lost
         figures[f"step_s_{name}"] = round(unit, 4)
         figures |= {f"{method}_{name}": round(ratio, 3) for method, ratio in ratios.items()}
         if not name.endswith("4x"):
-            percent = 100 * work.dormant(15 if quick else 30) / unit
+            percent = 100 * work.dormant(5 if name == "wide" else 15) / unit
             figures[f"dormant_percent_{name}"] = round(percent, 3)
             print(f"    watch + check without a spike: {percent:.2f} % of a step", flush=True)
     for name in ("tiny", "wide"):

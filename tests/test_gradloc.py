@@ -1206,3 +1206,26 @@ def test_a_layer_is_named_where_no_token_stands_out():
 def test_methods_know_only_their_names():
     assert set(gradloc.CAUSES) == set(gradloc.REMEDIES)
     assert gradloc_methods.world_size() == 1 and gradloc_methods.rank() == 0
+
+
+def spike_evidence(omega=1.0, rho=1.0, z=0.0, furthest=1.0):
+    tokens = [{"share": 0.9, "omega": omega}, {"share": 0.1, "omega": 1.0}]
+    sequences = [{"share": 0.9, "rho": rho, "log_rho_z": z}, {"share": 0.1, "rho": 1.0, "log_rho_z": 0.1}]
+    layers = {f"layer {i}": {"norm": 1.0, "median": 1.0, "ratio": furthest if i == 1 else 1.2} for i in range(4)}
+    return tokens, sequences, layers
+
+
+@pytest.mark.parametrize(
+    "evidence, cause",
+    [
+        ({"rho": 1.03, "z": 9.0}, "A.2"),
+        ({"rho": 1.03, "z": 9.0, "furthest": 100.0}, "B"),  # a factor of 1.03 does not make one layer explode
+        ({"omega": 6.0, "furthest": 100.0}, "B"),
+        ({"omega": 1e4, "furthest": 100.0}, "A.1"),
+        ({"omega": 6.0}, "A.1"),
+        ({"furthest": 6.0}, "B"),
+        ({"furthest": 4.0}, "unclassified"),
+    ],
+)
+def test_a_layer_far_out_alone_outweighs_a_small_mismatch(evidence, cause):
+    assert diagnose(*spike_evidence(**evidence))[0] == cause

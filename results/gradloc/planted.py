@@ -390,6 +390,13 @@ def rates(records):
     return table
 
 
+def compact(record):
+    """For the file: 4 digits, nothing that is None, and words only where something went wrong or as an example."""
+    right = record["found"] and record["classified"] is not False and record["trial"] >= 3
+    short = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in record.items() if v is not None}
+    return {k: v for k, v in short.items() if not (right and k in ("sentence", "evidence"))}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="of each kind")
@@ -421,7 +428,7 @@ def main():
         if method == "directional"
     )
     with (out / "planted.jsonl").open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(compact(record)) + "\n" for record in records)
     result = {"name": "planted", "trials": trials, "rates": table, "bars": BARS, "ok": ok}
     (out / "planted.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"{time.monotonic() - start:.0f} s, written to {out}")
