@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +54,7 @@ from gradloc_methods import (
     world_size,
 )
 from layer_clip import LayerClip, gradient_norms, group_norms, kind_of, layer_of, parameter_norms  # noqa: F401
+from routing import replay_routing
 
 CAUSES = {
     "A.1": "token-level training-inference mismatch",
@@ -373,7 +375,7 @@ class GradLoc:
         self.reports = 0
         self.last = None  # the newest SpikeReport, on every rank
         self.losses = []  # of the step's micro-batches, detached
-        self._calls, self._layers = [], None
+        self.calls, self._layers = [], None
         self._clock = self._step_seconds = None
 
     # recording --------------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ class GradLoc:
         if isinstance(batch, Mapping):
             call.extras = _extras(batch, call.shape)
         call.watch(named)
-        self._calls.append(call)
+        self.calls.append(call)
         return call
 
     # a step -----------------------------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ class GradLoc:
         if loss is not None:
             self.losses.append(torch.as_tensor(loss).detach())
         self.step = self.step + 1 if step is None else step
-        calls, self._calls = self._calls, []
+        calls, self.calls = self.calls, []
         losses, self.losses = self.losses, []
         parameters = _trainable(model)
         now = time.perf_counter()
@@ -959,12 +961,15 @@ def _leading(layers):
 class Attachment(TrainerCallback):
     """Connects a GradLoc (or None) and a LayerClip (its options, or None) to one trainer.
 
+    routes() -> the experts that the last training forward of a MoE used, or None: GradLoc's own passes replay them. The
+    gradient takes the routing as given, so a choice that flips under moved weights must not count.
+
     The model's forward hook records calls whose output has `log_probs` (TRL's fused head); `compute_loss` is wrapped to see
     the batch and the loss; `accelerator.clip_grad_norm_` is wrapped because it is the only moment between the
     backward and the clipping, and the trainer calls it also where it does not clip.
     """
 
-    def __init__(self, trainer, gradloc=None, layer_clip=None):
+    def __init__(self, trainer, gradloc=None, layer_clip=None, routes=None):
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 "GradLoc and LayerClip read .grad, which DeepSpeed keeps to itself: use DDP or FSDP2, or --gradloc off"
@@ -973,7 +978,7 @@ class Attachment(TrainerCallback):
             raise ValueError(
                 "GradLoc and LayerClip do not follow fp16 loss scaling: train with --bf16, or --gradloc off"
             )
-        self.trainer, self.gradloc = trainer, gradloc
+        self.trainer, self.gradloc, self.routes = trainer, gradloc, routes
         self.layer_clip, self._clip_options, self._clip_state = None, layer_clip, None
         self.batch = self.noise = None
         self.checked = False
@@ -1012,6 +1017,10 @@ class Attachment(TrainerCallback):
             loss = self._compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.batch = None
+        used = None if self.routes is None else self.routes()
+        if used is not None and self.gradloc.calls:
+            call = self.gradloc.calls[-1]
+            call.batch = call.batch | {"routes": used}
         value = loss[0] if isinstance(loss, tuple) else loss
         if torch.is_grad_enabled() and value.requires_grad:
             self.gradloc.losses.append(value.detach())
@@ -1085,7 +1094,9 @@ def _named(output):
 
 
 def _fused_outputs(model, kwargs):
-    return _named(model(**kwargs))
+    routes = kwargs.get("routes")
+    with nullcontext() if routes is None else replay_routing(model, routes):
+        return _named(model(**{k: v for k, v in kwargs.items() if k != "routes"}))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import os
 import pickle
 import warnings
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,16 @@ from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (reci
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
 from rollout import TransformersEngine
+from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
+    place_routes,
+    record_routing,
+    recorded_rows,
+    replay_routing,
+    route_bytes_per_token,
+    routing_agreement,
+    routing_agreement_per_layer,
+    routing_shape,
+)
 from verifier import MathVerifier
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
@@ -386,6 +397,15 @@ class RLVRConfig(GRPOConfig):
         metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 (emulated)"},
     )
     rollout_batch_size: int | None = field(default=None, metadata={"help": "sequences sampled at once; unset = all"})
+    num_minibatches: int | None = field(
+        default=None, metadata={"help": "updates of equal size a sampling, N; sets steps_per_generation by itself"}
+    )
+    routing_replay: str = field(
+        default="none",
+        metadata={
+            "help": "MoE: use recorded experts in training: none | r2 (training engine's) | r3 (rollout engine's)"
+        },
+    )
     # loss
     aggregation: str = field(default="seq_mean_token_mean", metadata={"help": " | ".join(AGGREGATIONS)})
     # reward
@@ -462,6 +482,8 @@ class RLVRConfig(GRPOConfig):
             )
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
+        if self.routing_replay not in ("none", "r2", "r3"):
+            raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -516,6 +538,8 @@ class RLVRTrainer(GRPOTrainer):
                 f"--dataset {args.dataset} gives {len(train_dataset)} rows, but one sampling takes {needed} prompts: use more "
                 "rows, or lower --per_device_train_batch_size or --gradient_accumulation_steps"
             )
+        self.routing = self._check_routing()
+        self._scoring_old, self._sampled_routes = False, None
         self.engine = None
         if not args.use_vllm:
             self.engine = TransformersEngine(
@@ -525,6 +549,7 @@ class RLVRTrainer(GRPOTrainer):
                 rollout_dtype=args.rollout_dtype,
                 seed=args.seed,
                 device=self.accelerator.device,
+                record_routes=self.routing is not None,
             )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
@@ -534,6 +559,26 @@ class RLVRTrainer(GRPOTrainer):
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
         self._attachment = self._watch_gradients()
+        self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
+
+    def _check_routing(self):
+        """Layers, experts a token and experts of a MoE model; None for a dense one."""
+        shape, mode = routing_shape(self.accelerator.unwrap_model(self.model)), self.args.routing_replay
+        if mode != "none" and shape is None:
+            raise ValueError(f"--routing_replay {mode}: the model is dense, it has no routing to replay; use none")
+        if mode == "r3" and self.args.use_vllm:
+            raise ValueError("--routing_replay r3: rollouts through --use_vllm carry no routes; use r2 or none")
+        if mode == "r2" and not self._old_pass():
+            raise ValueError(
+                "--routing_replay r2 with one update a sampling replays the routing that the model chooses anyway: use "
+                "none, or more updates (--num_minibatches 2)"
+            )
+        return shape
+
+    def _old_pass(self):
+        """Does TRL compute old log-probs in a pass of their own? Not while each sampling feeds one update."""
+        updates = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % updates != 0 or self.args.use_vllm
 
     def _watch_gradients(self):
         """GradLoc and LayerClip as the flags say, or None."""
@@ -556,7 +601,9 @@ class RLVRTrainer(GRPOTrainer):
                 "beta": args.layer_clip_beta,
                 "mode": args.layer_clip_mode,
             }
-        return Attachment(self, gradloc, layer_clip) if gradloc is not None or args.layer_clip else None
+        if gradloc is None and layer_clip is None:
+            return None
+        return Attachment(self, gradloc, layer_clip, routes=lambda: self._used_routes)
 
     # rollouts ---------------------------------------------------------------------------------------------------------
 
@@ -592,6 +639,7 @@ class RLVRTrainer(GRPOTrainer):
             batch_size=self.args.rollout_batch_size,
             sequence_ids=range(first, first + len(prompts)),
         )
+        self._sampled_routes = rollout.routes
         return {
             "prompt_ids": rollout.prompt_ids,
             "completion_ids": rollout.completion_ids,
@@ -607,7 +655,13 @@ class RLVRTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
+        self._scoring_old, self._old_routes = self.model.training and self._old_pass(), None
         output = super()._generate_and_score_completions(inputs)
+        if self.routing is not None and self._sampled_routes is not None:
+            tokens = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+            output["rollout_routes"] = place_routes(self._sampled_routes, tokens)
+        if self._old_routes is not None:
+            output["old_routes"] = self._old_routes
         generations = self.num_generations if self.model.training else self.num_generations_eval
         advantages = group_advantages(self._rewards, generations, self.args.scale_rewards)
         n, rank = len(inputs), self.accelerator.process_index
@@ -654,6 +708,7 @@ class RLVRTrainer(GRPOTrainer):
         """Run the training engine over one micro-batch -> Scored. Temperature is that of the rollout (TRL's head)."""
         mask = self._loss_mask(inputs)
         completion = inputs["completion_ids"]
+        self._routes = inputs.get({"none": None, "r2": "old_routes", "r3": "rollout_routes"}[self.args.routing_replay])
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion], 1),
@@ -661,6 +716,9 @@ class RLVRTrainer(GRPOTrainer):
             completion.size(1),
             compute_entropy=True,
         )
+        self._routes = None
+        if self.routing is not None:
+            self._track_routing(inputs)
 
         def clean(x):  # padding may hold anything; cut it here so that neither value nor gradient can leak
             return torch.where(mask.bool(), _float(x), 0.0)
@@ -671,6 +729,58 @@ class RLVRTrainer(GRPOTrainer):
         ref = clean(inputs["ref_per_token_logps"]) if "ref_per_token_logps" in inputs else None
         rollout_logps = clean(inputs["sampling_per_token_logps"])
         return Scored(logps, old, rollout_logps, ref, clean(entropies), mask, inputs["advantages"].unsqueeze(1))
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        """TRL's, on a MoE policy under replay, with what the router itself would choose recorded on the side.
+
+        The pass for old log-probs is the first one after a sampling: R2 takes its routes from there, R3 replays the engine's
+        in it. paper: which routing a reference policy (--beta) runs with is not stated; we: its own, as it defines the
+        policy to stay close to.
+        """
+        run = super()._get_per_token_logps_and_entropies
+        old_pass, self._scoring_old = self._scoring_old and not torch.is_grad_enabled(), False
+        if self.routing is None or not (old_pass or torch.is_grad_enabled()):
+            return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        routes = self._routes
+        if old_pass and self.args.routing_replay == "r3":
+            routes = place_routes(self._sampled_routes, attention_mask)
+        outputs, native = [], []
+        n, size = len(input_ids), batch_size or len(input_ids)
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            replay = nullcontext() if routes is None else replay_routing(model, routes[part])
+            with replay, record_routing(model, native=True) as recorder:
+                outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
+            native.append(recorder.routes)
+            if routes is not None and not old_pass:
+                self.track("routing/replayed_rows", torch.tensor([float(replay.replayed)]))
+        self._native_routes = self._used_routes = torch.cat(native)
+        if routes is not None:
+            recorded = recorded_rows(routes).unsqueeze(-1).to(input_ids.device)
+            self._used_routes = torch.where(recorded, routes.to(input_ids.device), self._native_routes)
+        if old_pass:
+            self._old_routes = self._native_routes
+        joined = [
+            None if x[0] is None else (torch.cat(x) if x[0].dim() else torch.stack(x).mean())
+            for x in zip(*outputs, strict=True)
+        ]
+        return tuple(joined)
+
+    def _track_routing(self, inputs):
+        """Share of (token, layer) in which what the router now chooses is what was chosen before: by the engine, by pi_old."""
+        tokens = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        for name, key in (("rollout", "rollout_routes"), ("old", "old_routes")):
+            if key in inputs:
+                layers = routing_agreement_per_layer(self._native_routes, inputs[key], tokens)
+                self.track(f"routing/{name}_agreement", torch.tensor([sum(layers) / len(layers)]))
+                for layer, value in enumerate(layers):
+                    self.track(f"routing/{name}_agreement/layer_{layer}", torch.tensor([value]))
+        if "rollout_routes" in inputs:
+            self.track(
+                "routing/bytes_per_token", torch.tensor([float(route_bytes_per_token(inputs["rollout_routes"]))])
+            )
 
     # metrics ----------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 REPO = Path(__file__).resolve().parent
 TINY_CONFIG = REPO / "recipes" / "configs" / "tiny.yaml"
+TINY_MODELS = {"tiny": "qwen3", "tiny-moe": "qwen3_moe"}  # names for --model_name_or_path -> folders in tiny/
 
 # The twenty inherited options that matter; the rest is behind --help_all.
 COMMON_OPTIONS = {
@@ -71,9 +72,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
 
 
-def make_parser(config_class, doc, show_all=False):
+def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
     """TrlParser over (config_class, ModelConfig); unless show_all, help hides what a reader of this recipe can leave alone."""
-    doc += "\nWithout --config and --model_name_or_path, recipes/configs/tiny.yaml replaces the defaults shown here.\n"
+    doc += f"\nWithout --config and --model_name_or_path, recipes/configs/{default.name} replaces the defaults shown here.\n"
     parser = TrlParser(
         (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
     )
@@ -92,11 +93,12 @@ def make_parser(config_class, doc, show_all=False):
     return parser
 
 
-def parse_args(config_class, doc, argv=None):
+def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
     """Parse the command line into (config_class, ModelConfig); input errors end the program with one sentence.
 
     Authority: command line, then `--config file.yaml`, then the dataclass. With neither --config nor
-    --model_name_or_path the embedded default (recipes/configs/tiny.yaml) is used. Unknown flags and keys are errors.
+    --model_name_or_path the embedded default (recipes/configs/tiny.yaml, or `default`) is used. Unknown flags and keys are
+    errors.
     """
     quiet_libraries()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -107,15 +109,15 @@ def parse_args(config_class, doc, argv=None):
     ]
     given = {arg.split("=")[0] for arg in argv}
     if given & {"--help", "-h", "--help_all"}:
-        print(make_parser(config_class, doc, show_all="--help_all" in given).format_help())
+        print(make_parser(config_class, doc, "--help_all" in given, default).format_help())
         sys.exit(0)
     with one_sentence():
         if "--config" in given:
             check_config_file(argv[argv.index("--config") + 1 : argv.index("--config") + 2], config_class)
         elif "--model_name_or_path" not in given:
-            argv = ["--config", str(TINY_CONFIG), *argv]
-            say(f"embedded default: {TINY_CONFIG.relative_to(REPO)} (another model: --config or --model_name_or_path)")
-        args, model_args, _, unknown = make_parser(config_class, doc).parse_args_and_config(
+            argv = ["--config", str(default), *argv]
+            say(f"embedded default: {default.relative_to(REPO)} (another model: --config or --model_name_or_path)")
+        args, model_args, _, unknown = make_parser(config_class, doc, default=default).parse_args_and_config(
             argv, return_remaining_strings=True
         )
         refuse_unknown(unknown, config_class, ModelConfig)
@@ -195,12 +197,12 @@ def check_config_file(paths, config_class):
 
 
 def find_model(name, folder=None):
-    """`tiny` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
+    """`tiny`, `tiny-moe` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
     `folder`; anything else (hub id, path) unchanged."""
     if name is None:
         raise ValueError("no model: give --model_name_or_path, or a --config that names one")
-    if name == "tiny":
-        return str(REPO / "tiny" / "qwen3")
+    if name in TINY_MODELS:
+        return str(REPO / "tiny" / TINY_MODELS[name])
     if name.endswith(".gguf"):
         return unpack_gguf(Path(name), Path(folder) / "base_model")
     return str(REPO / name) if not Path(name).exists() and (REPO / name).is_dir() else name
@@ -312,7 +314,8 @@ def nearest(value, valid):
 
 
 def derive_accumulation(config):
-    """prompts_per_step -> gradient_accumulation_steps, so that one config file fits any number of devices.
+    """prompts_per_step -> gradient_accumulation_steps, num_minibatches -> steps_per_generation: one config file fits any
+    number of devices.
 
     Raises ValueError with the nearest valid values when it does not divide.
     """
@@ -320,8 +323,23 @@ def derive_accumulation(config):
         value = config.__dict__[name]
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    if config.prompts_per_step is None:
+    if config.prompts_per_step is not None:
+        config.gradient_accumulation_steps = _accumulation(config)
+    if config.num_minibatches is None:
         return
+    if config.num_minibatches < 1:
+        raise ValueError(f"--num_minibatches {config.num_minibatches} must be at least 1")
+    steps = config.num_minibatches * config.gradient_accumulation_steps
+    if config.steps_per_generation not in (None, steps) or config.generation_batch_size is not None:
+        raise ValueError(
+            f"--num_minibatches {config.num_minibatches} sets steps_per_generation to {steps}: remove --steps_per_generation "
+            "and --generation_batch_size"
+        )
+    config.steps_per_generation = steps
+
+
+def _accumulation(config):
+    """gradient_accumulation_steps of prompts_per_step."""
     sequences = config.prompts_per_step * config.num_generations
     at_once = config.per_device_train_batch_size * world_size()
     if sequences % at_once:
@@ -338,7 +356,7 @@ def derive_accumulation(config):
             f"prompts_per_step {config.prompts_per_step} needs gradient_accumulation_steps {sequences // at_once} on "
             f"{world_size()} process(es), but {config.gradient_accumulation_steps} is set: give one of the two"
         )
-    config.gradient_accumulation_steps = sequences // at_once
+    return sequences // at_once
 
 
 def check_batch(config):

@@ -37,6 +37,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.initialization import no_init_weights
 
+from routing import Recorder, empty_routes, record_routing, routing_shape
+
 ROLLOUT_DTYPES = ("float32", "bfloat16", "fp8", "int8")
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}  # what torch.compile and checkpoint wrappers add to names
@@ -52,7 +54,10 @@ class Rollout:
                        temperature, top-k, top-p and min-p applied and renormalised
     finished[i]        True: ended by EOS; False: cut at max_new_tokens
     version[i]         weight version that sampled the sequence
-    routes             expert ids used, or None if not recorded
+    routes[i]          (S_i - 1, L, K) expert ids on the CPU, `routing`'s format: what the engine's L MoE layers used
+                       at each token of prompt_ids[i] + completion_ids[i] but the last, whose routing no engine
+                       computes; `routing.place_routes` lays them under a padded batch. None if not recorded. Not
+                       compared by ==
     support            token ids that survived the truncation at each position, or None if not recorded
     """
 
@@ -61,7 +66,7 @@ class Rollout:
     rollout_logps: list[list[float]]
     finished: list[bool]
     version: list[int]
-    routes: Any | None = None
+    routes: list[torch.Tensor] | None = field(default=None, compare=False)  # tensors have no single truth value
     support: Any | None = None
 
     def __len__(self) -> int:
@@ -297,6 +302,8 @@ class TransformersEngine:
                    int8 0.05 (0.02), fp8 0.17 (0.15). Near-uniform models show ten times less.
     seed           of the random streams, see `generate`. The global RNG is never read or moved.
     device         default: that of the training model
+    record_routes  fill `Rollout.routes` with the experts that the copy used, for routing replay R3. A dense model has
+                   none: its rollouts carry None. An unknown kind of router is refused by name.
     """
 
     # Finished rows are dropped once they are this share of the batch: dropping copies the cache, keeping costs a row.
@@ -310,6 +317,7 @@ class TransformersEngine:
         rollout_dtype: str = "float32",
         seed: int = 0,
         device: torch.device | str | None = None,
+        record_routes: bool = False,
     ):
         if rollout_dtype not in ROLLOUT_DTYPES:
             raise ValueError(f"rollout_dtype is {rollout_dtype!r}: choose one of {', '.join(ROLLOUT_DTYPES)}")
@@ -321,6 +329,7 @@ class TransformersEngine:
         self.model = _empty_copy(base, torch.bfloat16 if rollout_dtype == "bfloat16" else torch.float32, self.device)
         self._quantized = self._prepare_quantization() if rollout_dtype in ("fp8", "int8") else set()
         self._targets = {source.name: source.tensor for source in _weight_sources(self.model)}
+        self._routing = routing_shape(self.model) if record_routes else None
 
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         eos = [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
@@ -456,17 +465,26 @@ class TransformersEngine:
         greedy = temperature == 0
         noise = None if greedy else _noise(self.seed, sequence_ids, max_new_tokens)
         warp = None if greedy else _warpers(temperature, top_k, top_p, min_p)
-        rollout = Rollout(prompts, [], [], [], [self.version] * total)
+        rollout = Rollout(prompts, [], [], [], [self.version] * total, routes=None if self._routing is None else [])
         for start in range(0, total, size):
             part = slice(start, start + size)
             report = on_progress and (lambda done, start=start: on_progress(start + done, total))
-            tokens, logps = self._sample(prompts[part], max_new_tokens, warp, None if greedy else noise[part], report)
+            recording = contextlib.nullcontext() if self._routing is None else record_routing(self.model)
+            with recording as recorder:
+                tokens, logps, routes = self._sample(
+                    prompts[part], max_new_tokens, warp, None if greedy else noise[part], report, recorder
+                )
             ends = self._is_eos[tokens]  # (n, T)
             finished = ends.any(-1)  # (n,)
             lengths = torch.where(finished, ends.int().argmax(-1) + 1, max_new_tokens).tolist()
             rollout.completion_ids += [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
             rollout.rollout_logps += [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)]
             rollout.finished += finished.tolist()
+            if routes is not None:
+                width = max(map(len, prompts[part]))
+                for row, prompt, length in zip(routes.cpu(), prompts[part], lengths, strict=True):
+                    # Cloned: a slice would keep the padded buffer of the whole batch alive.
+                    rollout.routes.append(row[width - len(prompt) : width + length - 1].clone())
         return rollout
 
     @torch.inference_mode()
@@ -477,15 +495,23 @@ class TransformersEngine:
         warp: LogitsProcessorList | None,
         noise: torch.Tensor | None,
         report: Callable[[int], None] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """n prompts -> tokens (n, T) and their log-probs (n, T); whatever follows a row's first EOS is undefined."""
+        recorder: Recorder | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """n prompts -> tokens (n, T), their log-probs (n, T), and with a recorder the routes (n, W + T - 1, L, K) of
+        prompts padded on the left to W and of all tokens but the last; whatever follows a row's first EOS is undefined.
+        """
         n, device = len(prompts), self.device
         tokens = torch.zeros(n, steps, dtype=torch.long, device=device)  # (n, T)
         logps = torch.zeros(n, steps, dtype=torch.float32, device=device)  # (n, T)
         if noise is not None:
             noise = noise.to(device, torch.float32 if device.type == "mps" else torch.float64)  # (n, T)
         with torch.autocast(device.type, enabled=False):  # the caller may be inside the trainer's autocast
-            logits, cache, positions, padding = self._prefill(prompts, steps)
+            logits, cache, positions, padding, index = self._prefill(prompts, steps)
+            width, routes = cache.get_seq_length(), None
+            if recorder is not None:
+                size = n, width + steps - 1, self._routing.layers, self._routing.top_k
+                routes = empty_routes(size, self._routing.experts, device)
+                routes[:, :width] = recorder.take()[index]
             rows = torch.arange(n, device=device)  # (b,) which row of `tokens` each one is
             alive = torch.ones(n, dtype=torch.bool, device=device)  # (b,)
             ended = 0
@@ -510,24 +536,26 @@ class TransformersEngine:
                         cache.batch_select_indices(keep)
                         rows, alive, picked, positions = rows[keep], alive[keep], picked[keep], positions[keep]
                         padding = None if padding is None else padding[keep]
-                width = cache.get_seq_length() + 1
                 logits = self.model(
                     input_ids=picked[:, None],
-                    attention_mask=None if padding is None else padding[..., :width],
+                    attention_mask=None if padding is None else padding[..., : width + step + 1],
                     position_ids=positions[:, None],
                     cache=cache,
                     use_cache=True,
                 ).logits[:, -1]  # (b, V)
                 positions = positions + 1
+                if recorder is not None:
+                    routes[rows, width + step] = recorder.take()[:, 0]
         if report:
             report(n)
-        return tokens, logps
+        return tokens, logps, routes
 
     def _prefill(
         self, prompts: list[list[int]], steps: int
-    ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor | None]:
-        """Runs the prompts, each distinct one once; returns logits (n, V), the cache, the next positions (n,), and the
-        mask of left padding over all columns to come (None if there is no padding)."""
+    ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Runs the prompts, each distinct one once; returns logits (n, V), the cache, the next positions (n,), the
+        mask of left padding over all columns to come (None if there is no padding), and the row (n,) that ran for each
+        prompt."""
         device, distinct = self.device, list(dict.fromkeys(map(tuple, prompts)))
         place = {prompt: i for i, prompt in enumerate(distinct)}
         width = max(map(len, distinct))
@@ -558,7 +586,7 @@ class TransformersEngine:
             padding = padding[index][:, None, None, :]  # (n, 1, 1, width + T)
         elif padded:
             padding = real[index].long()  # (n, width + T)
-        return logits[index], cache, lengths[index], padding
+        return logits[index], cache, lengths[index], padding, index
 
     def _check(
         self,

@@ -341,8 +341,9 @@ def test_resume_last_skips_folders_that_are_no_checkpoints(tmp_path):
 # --- batch arithmetic ------------------------------------------------------------------------------------------------
 
 
-def config(per_device=4, generations=4, accumulation=1, prompts=None, chunks=None, batch=None):
+def config(per_device=4, generations=4, accumulation=1, prompts=None, chunks=None, batch=None, minibatches=None):
     return SimpleNamespace(
+        num_minibatches=minibatches,
         per_device_train_batch_size=per_device,
         num_generations=generations,
         gradient_accumulation_steps=accumulation,
@@ -369,6 +370,18 @@ def test_nearest():
     assert nearest(5, [1, 4, 8, 12]) == "4 or 8"
     assert nearest(5, range(6, 9)) == "6"
     assert nearest(5, [2, 3]) == "3"
+
+
+def test_num_minibatches_sets_steps_per_generation():
+    settings = config(prompts=4, minibatches=8)
+    derive_accumulation(settings)
+    assert (settings.gradient_accumulation_steps, settings.steps_per_generation) == (4, 32)
+    derive_accumulation(settings)  # transformers builds its arguments twice: same result
+    assert settings.steps_per_generation == 32
+    with pytest.raises(ValueError, match="^--num_minibatches 2 sets steps_per_generation to 2: remove"):
+        derive_accumulation(config(minibatches=2, chunks=4))
+    with pytest.raises(ValueError, match="^--num_minibatches 0 must be at least 1"):
+        derive_accumulation(config(minibatches=0))
 
 
 def test_prompts_per_step_sets_the_accumulation(monkeypatch):

@@ -12,6 +12,8 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -25,6 +27,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import rollout
 from rollout import Rollout, TransformersEngine
+from routing import place_routes, record_routing, recorded_rows, replay_routing
 
 VOCAB, PAD, EOS = 100, 0, 1
 SIZES = {
@@ -609,6 +612,90 @@ def test_lora_adapters_active_inactive_and_already_merged():
 def test_other_adapters_are_refused(config, words):
     with pytest.raises(ValueError, match=words):
         engine_of(get_peft_model(qwen3(), config))
+
+
+# ---------------------------------------------------------------- routes
+
+
+@torch.no_grad()
+def teacher_forced_routes(engine, result):
+    """One sequence at a time, no padding, no cache, no batch, and the last token is not fed."""
+    rows = []
+    for prompt, completion in zip(result.prompt_ids, result.completion_ids, strict=True):
+        with record_routing(engine.model) as recorder:
+            engine.model(input_ids=torch.tensor([(prompt + completion)[:-1]]))
+        rows.append(recorder.routes[0])
+    return rows
+
+
+@pytest.mark.parametrize("kind", rollout.ROLLOUT_DTYPES)
+def test_routes_are_those_of_the_engines_own_copy(kind):
+    model, prompts = qwen3_moe(), make_prompts(6) * 2  # repeated prompts are prefilled once
+    stops = list(range(1, 7))
+    engine = engine_of(model, eos=stops, seed=3, rollout_dtype=kind, record_routes=True)
+    result = engine.generate(prompts, 20)
+    assert 2 < sum(result.finished) and len({len(c) for c in result.completion_ids}) > 3
+    for prompt, completion, routes in zip(result.prompt_ids, result.completion_ids, result.routes, strict=True):
+        assert routes.shape == (len(prompt) + len(completion) - 1, 2, 2) and routes.dtype == torch.uint8
+        assert recorded_rows(routes).all() and routes.untyped_storage().nbytes() == routes.numel()
+    wanted = teacher_forced_routes(engine, result)
+    if kind in ("float32", "int8"):
+        assert all(torch.equal(a, b) for a, b in zip(result.routes, wanted, strict=True))
+    else:  # rounding depends on the shape of a batch, so that close calls may fall otherwise
+        same = torch.cat(result.routes) == torch.cat(wanted)
+        assert same.float().mean() > 0.97
+    plain = engine_of(model, eos=stops, seed=3, rollout_dtype=kind).generate(prompts, 20)
+    assert plain == result and plain.routes is None  # recording changes no sample
+    if kind in ("fp8", "int8"):  # and they are the copy's, not those of the model in float32
+        own = teacher_forced_routes(engine_of(model), result)
+        assert (torch.cat(result.routes) == torch.cat(own)).float().mean() < 0.99
+
+
+def test_routes_survive_compaction_and_batching():
+    prompts = make_prompts(5) * 2
+    engines = [engine_of(qwen3_moe(), eos=list(range(1, 7)), seed=7, record_routes=True) for _ in range(4)]
+    engines[1].compact_share, engines[2].compact_share = 2.0, 1e-9
+    wanted = engines[0].generate(prompts, 18)
+    assert 3 < sum(wanted.finished)
+    for engine, batch_size in zip(engines[1:], (None, None, 3), strict=True):
+        result = engine.generate(prompts, 18, batch_size=batch_size)
+        assert result.completion_ids == wanted.completion_ids
+        assert all(torch.equal(a, b) for a, b in zip(result.routes, wanted.routes, strict=True))
+    one = engines[0].generate(prompts, 1)
+    assert [len(r) for r in one.routes] == [len(p) for p in prompts]
+
+
+def test_routes_replay_in_the_training_engine():
+    """R3 end to end: with equal engines replay changes no bit, with an fp8 engine it is that engine's choice."""
+    model, prompts = qwen3_moe(), make_prompts(5)
+    for kind in ("float32", "fp8"):
+        result = engine_of(model, eos=list(range(1, 7)), rollout_dtype=kind, record_routes=True).generate(prompts, 12)
+        width = max(map(len, prompts)) + 12
+        ids, mask = torch.full((5, width), PAD), torch.zeros(5, width, dtype=torch.long)
+        for i, (prompt, completion) in enumerate(zip(result.prompt_ids, result.completion_ids, strict=True)):
+            start = max(map(len, prompts)) - len(prompt)
+            tokens = torch.tensor(prompt + completion)
+            ids[i, start : start + len(tokens)], mask[i, start : start + len(tokens)] = tokens, 1
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        routes = place_routes(result.routes, mask)
+        assert int(recorded_rows(routes).sum()) == 2 * (int(mask.sum()) - 5)
+        with torch.no_grad():
+            native = model(**inputs).logits
+            with replay_routing(model, routes):
+                replayed = model(**inputs).logits
+        same = torch.equal(replayed[mask.bool()], native[mask.bool()])
+        assert same == (kind == "float32")
+
+
+def test_a_dense_model_has_no_routes_and_an_unknown_router_is_refused():
+    engine = engine_of(qwen3(), record_routes=True)
+    assert engine.generate([[5, 6]], 3).routes is None
+    granite = GraniteMoeForCausalLM(
+        GraniteMoeConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, num_local_experts=4)
+    )
+    engine_of(granite).generate([[5, 6]], 3)
+    with pytest.raises(ValueError, match="GraniteMoeTopKRouter is not known"):
+        engine_of(granite, record_routes=True)
 
 
 # ---------------------------------------------------------------- sharded weights
