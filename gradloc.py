@@ -165,11 +165,13 @@ class SpikeReport:
 class Trigger:
     """Decides from the gradient norm whether a step is looked into.
 
-    "adaptive"  norm > threshold = max(factor * median, median * exp(z * 1.4826 * MAD of log norms)) over the last `window`
-                norms, from the `warmup`-th on. A norm above the threshold enters the window as the threshold: a collapse
-                cannot lift the bar at once, a lasting change of level still can. Steps with norm 0 (no advantage
-                anywhere) are left out, and the median counts as no less than a tenth of the largest it has been: after a
-                collapse, when norms are near 0, an ordinary one is no spike.
+    "adaptive"  norm > threshold = the largest of
+                    median * exp(z * 1.4826 * MAD of log norms), at least factor * median, at most ceiling * median
+                    1.5 * 95th percentile: a pattern (the first update of each sampling, say) is no spike
+                over the last `window` norms, from the `warmup`-th on. A norm above the threshold enters the window as the
+                threshold: a collapse cannot lift the bar at once, a lasting change of level still can. Steps with norm 0 (no
+                advantage anywhere) are left out, and the median counts as no less than a tenth of the largest it has
+                been: after a collapse, when norms are near 0, an ordinary one is no spike.
                 ours; the blog's constant must be tuned for each model, aggregation and advantage scale.
     "paper"     norm > tau sqrt(sum_t a_t^2), which is tau/sqrt(N) for a token mean over N tokens.
 
@@ -178,7 +180,16 @@ class Trigger:
     """
 
     def __init__(
-        self, trigger="adaptive", tau=None, window=64, warmup=16, factor=3.0, z=6.0, cooldown=10, every_n_steps=0
+        self,
+        trigger="adaptive",
+        tau=None,
+        window=64,
+        warmup=16,
+        factor=3.0,
+        ceiling=5.0,
+        z=6.0,
+        cooldown=10,
+        every_n_steps=0,
     ):
         if trigger not in ("adaptive", "paper"):
             raise ValueError(f"trigger={trigger!r} is unknown: use 'adaptive' or 'paper'")
@@ -186,12 +197,12 @@ class Trigger:
             raise ValueError(f"trigger='paper' needs tau > 0, the norm a typical token may reach, and got tau={tau}")
         if window < 4 or not 2 <= warmup <= window:
             raise ValueError(f"window={window}, warmup={warmup}: need 2 <= warmup <= window and window >= 4")
-        if not (factor > 1 and z > 0) or cooldown < 0 or every_n_steps < 0:
+        if not (1 < factor <= ceiling and z > 0) or cooldown < 0 or every_n_steps < 0:
             raise ValueError(
-                f"factor={factor}, z={z}, cooldown={cooldown}, every_n_steps={every_n_steps}: need factor > 1, z > 0 and "
-                "no negative counts"
+                f"factor={factor}, ceiling={ceiling}, z={z}, cooldown={cooldown}, every_n_steps={every_n_steps}: need "
+                "1 < factor <= ceiling, z > 0 and no negative counts"
             )
-        self.kind, self.tau, self.warmup, self.factor, self.z = trigger, tau, warmup, factor, z
+        self.kind, self.tau, self.warmup, self.factor, self.ceiling, self.z = trigger, tau, warmup, factor, ceiling, z
         self.cooldown, self.every_n_steps = cooldown, every_n_steps
         self.norms = deque(maxlen=window)
         self.level = 0.0  # the largest median so far
@@ -210,7 +221,9 @@ class Trigger:
         spread = statistics.median(abs(x - median) for x in logs)
         self.level = max(self.level, math.exp(median))
         usual = max(math.exp(median), 0.1 * self.level)
-        return usual * max(self.factor, math.exp(min(self.z * 1.4826 * spread, 50.0)))
+        above = math.exp(min(self.z * 1.4826 * spread, math.log(self.ceiling)))
+        high = sorted(self.norms)[int(0.95 * (len(self.norms) - 1))]
+        return max(usual * max(self.factor, above), 1.5 * high)
 
     def decide(self, norm, finite=True, squares=None):
         """Call once a step. -> (reason or None, threshold or None, median or None). Reasons: non-finite, adaptive, paper, every_n_steps."""
@@ -349,7 +362,7 @@ class GradLoc:
     confirm        number of top tokens whose gradient is computed exactly, with norms per layer
     tolerance      largest certificate (relative gap) that `directional` may keep; beyond it `search` takes over
     budget         backward passes of a search
-    trigger, tau, window, warmup, factor, z, cooldown, every_n_steps: see Trigger
+    trigger, tau, window, warmup, factor, ceiling, z, cooldown, every_n_steps: see Trigger
     Raises ValueError for an unknown method or aggregation.
     """
 

@@ -42,13 +42,13 @@ from rlvr_launch import batch_line, check_batch, check_distributed, derive_accum
 from rlvr_report import RunReport, table
 from rollout import TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
+    agreeing_rows,
     place_routes,
     record_routing,
     recorded_rows,
     replay_routing,
     route_bytes_per_token,
     routing_agreement,
-    routing_agreement_per_layer,
     routing_shape,
 )
 from verifier import MathVerifier
@@ -553,6 +553,7 @@ class RLVRTrainer(GRPOTrainer):
             )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
+        self._shares = defaultdict(list)  # and those that are quotients of two counts
         self._broken = set()  # metrics that were NaN since the last log
         self._counts = {}
         self._sampled_with = None  # weight fingerprint of the last sampling
@@ -578,7 +579,8 @@ class RLVRTrainer(GRPOTrainer):
     def _old_pass(self):
         """Does TRL compute old log-probs in a pass of their own? Not while each sampling feeds one update."""
         updates = self.args.steps_per_generation * self.num_iterations
-        return self.args.gradient_accumulation_steps % updates != 0 or self.args.use_vllm
+        corrected = self.args.use_vllm and self.args.vllm_importance_sampling_correction  # TRL's own condition
+        return self.args.gradient_accumulation_steps % updates != 0 or corrected
 
     def _watch_gradients(self):
         """GradLoc and LayerClip as the flags say, or None."""
@@ -659,7 +661,7 @@ class RLVRTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.routing is not None and self._sampled_routes is not None:
             tokens = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
-            output["rollout_routes"] = place_routes(self._sampled_routes, tokens)
+            output["rollout_routes"] = self._place_sampled_routes(tokens)
         if self._old_routes is not None:
             output["old_routes"] = self._old_routes
         generations = self.num_generations if self.model.training else self.num_generations_eval
@@ -675,6 +677,13 @@ class RLVRTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["frac_reward_zero_std"][-1] = equal.float().mean().item()
         return output
+
+    def _place_sampled_routes(self, tokens):
+        """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
+        routes = self._sampled_routes
+        if self.mask_truncated_completions:  # TRL hides such a completion even from attention: its prompt's rows stay
+            routes = [rows[:count] for rows, count in zip(routes, tokens.sum(1).tolist(), strict=True)]
+        return place_routes(routes, tokens)
 
     # loss plumbing ----------------------------------------------------------------------------------------------------
 
@@ -708,7 +717,13 @@ class RLVRTrainer(GRPOTrainer):
         """Run the training engine over one micro-batch -> Scored. Temperature is that of the rollout (TRL's head)."""
         mask = self._loss_mask(inputs)
         completion = inputs["completion_ids"]
-        self._routes = inputs.get({"none": None, "r2": "old_routes", "r3": "rollout_routes"}[self.args.routing_replay])
+        replay = {"none": None, "r2": "old_routes", "r3": "rollout_routes"}[self.args.routing_replay]
+        if replay is not None and replay not in inputs and self.model.training:
+            raise RuntimeError(
+                f"--routing_replay {self.args.routing_replay} is on but the batch carries no {replay}: whatever replaces _rollout "
+                "must set _sampled_routes, and the pass for old log-probs must run"
+            )
+        self._routes = inputs.get(replay)
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion], 1),
@@ -717,7 +732,7 @@ class RLVRTrainer(GRPOTrainer):
             compute_entropy=True,
         )
         self._routes = None
-        if self.routing is not None:
+        if self.routing is not None and torch.is_grad_enabled():  # an evaluation routes natively, unrecorded
             self._track_routing(inputs)
 
         def clean(x):  # padding may hold anything; cut it here so that neither value nor gradient can leak
@@ -745,7 +760,7 @@ class RLVRTrainer(GRPOTrainer):
             return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         routes = self._routes
         if old_pass and self.args.routing_replay == "r3":
-            routes = place_routes(self._sampled_routes, attention_mask)
+            routes = self._place_sampled_routes(attention_mask)
         outputs, native = [], []
         n, size = len(input_ids), batch_size or len(input_ids)
         for start in range(0, n, size):
@@ -773,10 +788,10 @@ class RLVRTrainer(GRPOTrainer):
         tokens = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         for name, key in (("rollout", "rollout_routes"), ("old", "old_routes")):
             if key in inputs:
-                layers = routing_agreement_per_layer(self._native_routes, inputs[key], tokens)
-                self.track(f"routing/{name}_agreement", torch.tensor([sum(layers) / len(layers)]))
-                for layer, value in enumerate(layers):
-                    self.track(f"routing/{name}_agreement/layer_{layer}", torch.tensor([value]))
+                equal, counted = agreeing_rows(self._native_routes, inputs[key], tokens)  # (L,) twice
+                self.track_share(f"routing/{name}_agreement", equal.sum(), counted.sum())
+                for layer in range(len(equal)):
+                    self.track_share(f"routing/{name}_agreement/layer_{layer}", equal[layer], counted[layer])
         if "rollout_routes" in inputs:
             self.track(
                 "routing/bytes_per_token", torch.tensor([float(route_bytes_per_token(inputs["rollout_routes"]))])
@@ -792,6 +807,10 @@ class RLVRTrainer(GRPOTrainer):
         values = values.detach().float()
         values = values[mask.bool()] if mask is not None else values.reshape(-1)
         self._window[(name, quantiles)].append(values)
+
+    def track_share(self, name, hits, count):
+        """hits / count over the optimizer step, where keeping every value as `track` does would cost too much memory."""
+        self._shares[name].append(torch.stack([hits, count]).float())
 
     def track_policy(self, batch):
         """The metrics every recipe shares: entropy, staleness, training-inference mismatch, raw weights. See README's glossary."""
@@ -817,8 +836,11 @@ class RLVRTrainer(GRPOTrainer):
             return
         window = {k: torch.cat(v) for k, v in sorted(self._window.items())}
         means = [(name, v) for (name, quantiles), v in window.items() if not quantiles]
-        sums = torch.stack([torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for _, v in means])
-        for (name, _), (total, count) in zip(means, self.accelerator.reduce(sums, "sum").tolist(), strict=True):
+        shares = sorted(self._shares)
+        sums = [torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for _, v in means]
+        sums = torch.stack(sums + [torch.stack(self._shares[name]).sum(0) for name in shares])
+        names = [name for name, _ in means] + shares
+        for name, (total, count) in zip(names, self.accelerator.reduce(sums, "sum").tolist(), strict=True):
             self._record(name, total / count if count else None)
         for (name, quantiles), values in window.items():
             if quantiles:
@@ -833,6 +855,7 @@ class RLVRTrainer(GRPOTrainer):
                         f"{name}/{label}", values[round(q * (len(values) - 1))].item() if len(values) else None
                     )
         self._window.clear()
+        self._shares.clear()
 
     def _record(self, name, value):
         """None: nothing was counted. NaN: a value was broken, which `log` must not lose."""

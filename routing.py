@@ -190,8 +190,12 @@ def route_bytes_per_token(routes: torch.Tensor) -> int:
 # ---------------------------------------------------------------- agreement
 
 
-def _equal_sets(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> (L,) float64 twice: masked rows with equal expert sets, and all masked rows that both sides recorded."""
+def agreeing_rows(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (L,) float64 twice: rows under the mask with equal expert sets, and all that both sides recorded.
+
+    a, b (N, S, L, K); mask (N, S). Sums of both over parts of a batch give the agreement of the whole. Raises ValueError
+    for shapes that do not match.
+    """
     if a.shape != b.shape or a.dim() != 4 or mask.shape != a.shape[:2]:
         raise ValueError(
             f"routes of shapes {tuple(a.shape)} and {tuple(b.shape)} with a mask of {tuple(mask.shape)}: need (N, S, L, K) "
@@ -209,13 +213,13 @@ def routing_agreement(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> f
     a, b (N, S, L, K); mask (N, S). Order within the K ids is ignored. A row that either side did not record is left
     out; NaN if none is left. Raises ValueError for shapes that do not match.
     """
-    equal, counted = _equal_sets(a, b, mask)
+    equal, counted = agreeing_rows(a, b, mask)
     return float(equal.sum() / counted.sum())
 
 
 def routing_agreement_per_layer(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> list[float]:
     """`routing_agreement` of each of the L layers; NaN for a layer without recorded rows."""
-    equal, counted = _equal_sets(a, b, mask)
+    equal, counted = agreeing_rows(a, b, mask)
     return (equal / counted).tolist()
 
 

@@ -65,6 +65,8 @@ class MiniRLConfig(RLVRConfig):
 
     def __post_init__(self):
         if self.length_norm:
+            if self.aggregation == "token_mean":
+                raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
         if not self.is_cap > 0:
             raise ValueError(f"--is_cap {self.is_cap} must be above 0")
