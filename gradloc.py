@@ -86,7 +86,8 @@ class TokenReport:
     token_id: int | None
     token: str | None
     share: float
-    weight: float | None = None
+    weight: float | None = None  # dLoss/dlogp
+    boost: float | None = None  # |weight| over the median |weight| of its sequence
     grad_norm: float | None = None
     grad_norm_share: float | None = None
     layers: dict | None = None
@@ -266,12 +267,15 @@ class Trigger:
 def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0, apart=4.0):
     """Cause of a spike from its evidence. -> (cause, evidence sentences, what could not be judged).
 
-    tokens     [{"share", "omega"}] signed shares of the norm; omega may be None
+    tokens     [{"share", "omega", "ratio", "boost"}] signed shares of the norm; the others may be None or absent
     sequences  [{"share", "rho", "log_rho_z"}]: rho may be None; log_rho_z = |log rho - median| / (1.4826 MAD) over the step's
                sequences
     layers     {name: {"norm", "median", "ratio"}}: ratio to the layer's own median, None without history
 
-    A.1  the tokens whose omega is outside token_band hold at least half of the norm that the listed tokens hold
+    A.1  the tokens with a weight outside token_band hold at least half of the norm that the listed tokens hold. The weight: omega;
+         or the staleness r = pi_theta/pi_old, where the loss does multiply by it (boost, the token's |dL/dlogp| over the median
+         of its sequence, is 2 or more). r and pi_old/mu can cancel in omega while PPO's loss, which leaves r unbounded
+         for A < 0, takes r alone; the clip on omega treats both. ours: the blog looks at omega only
     A.2  else, the sequences with omega inside and rho outside seq_band hold at least half of it, and they stand out of the step (z > 3)
     B    else, some layer is more than layer_factor times its own median and more than twice as far from it as the
          median layer is: heterogeneous, not everything at once. Before A.2, and before an A.1 whose omegas are the smaller
@@ -287,28 +291,32 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     if furthest and ratios[furthest] > layer_factor and ratios[furthest] > apart * middle:
         spread = ratios[furthest] / max(middle, 1e-6)
     total = sum(abs(t["share"]) for t in tokens) or 1.0
-    judged = [t for t in tokens if t["omega"] is not None]
-    outside = [t for t in judged if not token_band[0] <= t["omega"] <= token_band[1]]
-    part = sum(abs(t["share"]) for t in outside) / total
-    factor = max((max(t["omega"], 1 / max(t["omega"], 1e-30)) for t in outside), default=1.0)
+    judged = [t for t in tokens if t["omega"] is not None or t.get("ratio") is not None]
+    outside = [(t, *weight) for t in judged if (weight := outside_weight(t, token_band)) is not None]
+    part = sum(abs(t["share"]) for t, _, _ in outside) / total
+    factor = max((max(value, 1 / max(value, 1e-30)) for _, _, value in outside), default=1.0)
     if not tokens:
         not_judged.append("A.1 and A.2: no token stands out")
     elif not judged:
         not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
     elif part >= 0.5 and not factor < spread:  # a NaN omega counts
-        worst = max(outside, key=lambda t: abs(t["share"]))
+        _, name, value = max(outside, key=lambda x: abs(x[0]["share"]))
         evidence.append(
-            f"{len(outside)} of {len(tokens)} listed tokens have omega = pi_theta/mu outside [{token_band[0]:g}, {token_band[1]:g}] and "
-            f"hold {100 * part:.0f} % of what the list holds; the largest has omega = {worst['omega']:.3g}"
+            f"{len(outside)} of {len(tokens)} listed tokens have a weight outside [{token_band[0]:g}, {token_band[1]:g}] and "
+            f"hold {100 * part:.0f} % of what the list holds; the largest has {WEIGHTS[name]} = {value:.3g}"
         )
+        if name == "ratio":
+            evidence.append(
+                "it is stale: the policy moved away from the one that sampled, and the loss multiplies by that ratio"
+            )
         return "A.1", evidence, not_judged
     elif outside:
         evidence.append(
-            f"tokens with omega outside the band hold {'only ' if part < 0.5 else ''}{100 * part:.0f} % of what the list holds"
+            f"tokens with a weight outside the band hold {'only ' if part < 0.5 else ''}{100 * part:.0f} % of what the list holds"
             + ("" if part < 0.5 else ", but one layer is further outside its own history")
         )
     else:
-        evidence.append(f"omega of every listed token lies in [{token_band[0]:g}, {token_band[1]:g}]")
+        evidence.append(f"the weight of every listed token lies in [{token_band[0]:g}, {token_band[1]:g}]")
     known = [s for s in sequences if s["rho"] is not None]
     drifting = [s for s in known if not seq_band[0] < s["rho"] < seq_band[1]]
     share = sum(abs(s["share"]) for s in sequences) or 1.0
@@ -347,6 +355,19 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
         f"layers move together: the largest, {furthest}, is at {ratios[furthest]:.1f} times its median, the median layer at {middle:.1f}"
     )
     return "unclassified", evidence, not_judged
+
+
+WEIGHTS = {"omega": "omega = pi_theta/mu", "ratio": "r = pi_theta/pi_old"}
+
+
+def outside_weight(token, band):
+    """("omega" or "ratio", its value) of a token whose weight lies outside the band, as in `diagnose`; else None."""
+    omega, ratio, boost = token["omega"], token.get("ratio"), token.get("boost")
+    if omega is not None and not band[0] <= omega <= band[1]:
+        return "omega", omega
+    if ratio is not None and not band[0] <= ratio <= band[1] and boost is not None and boost >= 2:
+        return "ratio", ratio
+    return None
 
 
 # --- GradLoc ----------------------------------------------------------------------------------------------------------
@@ -654,7 +675,7 @@ class GradLoc:
         return TokenReport(
             owner, index, row, column - call.offset, token, self._text(token), math.nan if share is None else share,
             weight=float(call.weights["logps"][row, column]) if "logps" in call.weights else None,
-            grad_norm=found.grad_norm if found else None,
+            boost=_boost(call, row, column), grad_norm=found.grad_norm if found else None,
             grad_norm_share=found.grad_norm / step.norm if found and step.norm else None,
             layers=_grouped(step, found.norms, layer_of) if found else None,
             kinds=_grouped(step, found.norms, kind_of) if found else None,
@@ -841,6 +862,15 @@ def _exp(numerator, denominator):
     )
 
 
+def _boost(call, row, column):
+    """A token's |dLoss/dlogp| over the median of its sequence: above 1 the loss weighs it more than its neighbours."""
+    if "logps" not in call.weights:
+        return None
+    weights = call.weights["logps"][row][call.mask[row]].abs()
+    median = float(weights.median()) if len(weights) else 0.0
+    return float(call.weights["logps"][row, column].abs()) / median if median > 0 else None
+
+
 def _log_rho(call):
     """(N,) mean over counted tokens of log omega; None without rollout log-probs."""
     rollout = call.extras.get("rollout_logps")
@@ -904,7 +934,7 @@ def _grouped(step, norms, label_of):
 
 
 def _diagnose_into(report, token_band, seq_band):
-    tokens = [{"share": t.share, "omega": t.omega} for t in report.tokens]
+    tokens = [vars(t) for t in report.tokens]
     cause, report.evidence, report.not_judged = diagnose(tokens, report.sequences, report.layers, token_band, seq_band)
     report.cause, report.remedy = cause, REMEDIES[cause]
     if report.trigger["reason"] == "every_n_steps":
@@ -933,8 +963,10 @@ def _sentence(report, token_band, seq_band):
     if t is not None and t.layers:
         text += f", {_leading(t.layers)}"
     if report.cause == "A.1":
-        worst = next(x for x in report.tokens if x.omega is not None and not token_band[0] <= x.omega <= token_band[1])
-        text += f"; omega = {worst.omega:.2g}{_whose(worst.position, t.position, 'token')} (token mismatch)"
+        worst = next(x for x in report.tokens if outside_weight(vars(x), token_band))
+        name, value = outside_weight(vars(worst), token_band)
+        kind = "token mismatch" if name == "omega" else "stale token"
+        text += f"; {WEIGHTS[name]} = {value:.2g}{_whose(worst.position, t.position, 'token')} ({kind})"
     elif report.cause == "A.2":
         worst = next(x for x in report.sequences if x["rho"] is not None and not seq_band[0] < x["rho"] < seq_band[1])
         whose = _whose(worst["sequence"], t.sequence, "sequence")

@@ -39,7 +39,7 @@ NUMBER, TEXT, WHOLE, BOOL = "a number", "text", "a whole number", "true or false
 TOKEN = {
     "rank": WHOLE, "micro_batch": WHOLE, "sequence": WHOLE, "position": WHOLE, "token_id": WHOLE, "token": TEXT,
     "share": NUMBER, "grad_norm": NUMBER, "grad_norm_share": NUMBER, "layers": {"*": NUMBER}, "kinds": {"*": NUMBER},
-    "weight": NUMBER, "logp": NUMBER, "old_logp": NUMBER, "rollout_logp": NUMBER, "ref_logp": NUMBER, "ratio": NUMBER,
+    "weight": NUMBER, "boost": NUMBER, "logp": NUMBER, "old_logp": NUMBER, "rollout_logp": NUMBER, "ref_logp": NUMBER, "ratio": NUMBER,
     "mismatch": NUMBER, "omega": NUMBER, "rho": NUMBER, "advantage": NUMBER, "reward": NUMBER, "prompt_id": TEXT,
     "version": WHOLE,
 }  # fmt: skip
@@ -348,6 +348,7 @@ COLUMNS = (  # field of a token, heading, what it is
     ("grad_norm", "exact norm", "norm of this token's own gradient, from a backward of this token alone"),
     ("grad_norm_share", "of norm", "exact norm divided by the step's norm; above 100 % where tokens cancel each other"),
     ("weight", "weight", "dL/dlogp: how strongly the loss pulls at this token's log-prob"),
+    ("boost", "boost", "|weight| over the median |weight| of its sequence: what the loss multiplies this token by"),
     ("logp", "logp", "log-prob now, training engine"),
     ("old_logp", "old", "log-prob in the training engine with the weights that sampled"),
     ("rollout_logp", "rollout", "log-prob in the engine that sampled"),

@@ -1229,3 +1229,20 @@ def spike_evidence(omega=1.0, rho=1.0, z=0.0, furthest=1.0):
 )
 def test_a_layer_far_out_alone_outweighs_a_small_mismatch(evidence, cause):
     assert diagnose(*spike_evidence(**evidence))[0] == cause
+
+
+@pytest.mark.parametrize(
+    "token, cause",
+    [
+        ({"omega": 1.5, "ratio": 9.5, "boost": 9.5}, "A.1"),  # r and pi_old/mu cancel in omega; the loss takes r
+        ({"omega": 1.5, "ratio": 9.5, "boost": 1.0}, "unclassified"),  # a loss on omega does not
+        ({"omega": 1.5, "ratio": 9.5}, "unclassified"),
+        ({"omega": None, "ratio": 9.5, "boost": 9.5}, "A.1"),
+        ({"omega": 1.5, "ratio": 1.5, "boost": 9.5}, "unclassified"),
+    ],
+)
+def test_a_stale_token_that_the_loss_weighs_by_its_ratio_is_a_token_mismatch(token, cause):
+    _, sequences, layers = spike_evidence()
+    found, evidence, _ = diagnose([token | {"share": 0.9}], sequences, layers)
+    assert found == cause
+    assert any("pi_theta/pi_old = 9.5" in line for line in evidence) == (cause == "A.1")
