@@ -484,6 +484,8 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
+        if self.routing_replay == "r3" and self.use_vllm:
+            raise ValueError("--routing_replay r3: rollouts through --use_vllm carry no routes; use r2 or none")
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -567,8 +569,6 @@ class RLVRTrainer(GRPOTrainer):
         shape, mode = routing_shape(self.accelerator.unwrap_model(self.model)), self.args.routing_replay
         if mode != "none" and shape is None:
             raise ValueError(f"--routing_replay {mode}: the model is dense, it has no routing to replay; use none")
-        if mode == "r3" and self.args.use_vllm:
-            raise ValueError("--routing_replay r3: rollouts through --use_vllm carry no routes; use r2 or none")
         if mode == "r2" and not self._old_pass():
             raise ValueError(
                 "--routing_replay r2 with one update a sampling replays the routing that the model chooses anyway: use "

@@ -248,8 +248,9 @@ def gradloc(seeds, steps, out, jobs):
             ", ".join(f"{n} {cause}" for cause, n in sorted(causes.items())) or "-",
             f"{max(certificates):.2g}" if certificates else "-", spread(corr),
         ])  # fmt: skip
-    head = ["arm", "collapsed seeds", "collapse step", "largest spike (x median)", "seeds with a spike above 10x", "reward at the end",
-            "held-out before %", "after %", "causes named by GradLoc", "largest certificate", "smallest correlation of two layers"]  # fmt: skip
+    head = ["arm", "collapsed seeds", "collapse step", "largest spike (x median)", "seeds with a spike above 10x",
+            "reward at the end", "held-out before %", "after %", "causes named by GradLoc", "largest certificate",
+            "smallest correlation of two layers"]  # fmt: skip
     write_table("gradloc", head, rows, seeds, steps, jobs, out, arms)
     print(f"pages of the spikes: python gradloc.py view {work}")
 

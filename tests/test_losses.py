@@ -1018,7 +1018,7 @@ def test_support_takes_small_integer_types(dtype):
 def recipe_loss(b, leaves, micro_batch=None, beta=0.0, aligned=False, **flags):
     """GRPOTokenClipTrainer._compute_loss on log-probs instead of a model; sums over micro-batches. -> () loss."""
     defaults = {"token_clip": "none", "token_clip_low": 0.5, "token_clip_high": 5.0, "seq_clip_low": None,
-                "seq_clip_high": None, "aggregation": "seq_mean_token_mean"}  # fmt: skip
+                "seq_clip_high": None, "aggregation": "seq_mean_token_mean", "routing_replay": "none"}  # fmt: skip
     args = SimpleNamespace(**(defaults | flags))
     count = normalizer_of(b.mask, args.aggregation)
     tracked = {}
@@ -1028,7 +1028,7 @@ def recipe_loss(b, leaves, micro_batch=None, beta=0.0, aligned=False, **flags):
 
     trainer = SimpleNamespace(
         args=args, beta=beta, epsilon_low=0.2, epsilon_high=0.3, track=track, track_policy=lambda batch: None,
-        flush=lambda: None, normalizer=lambda how: count, _loss_mask=RLVRTrainer._loss_mask,
+        flush=lambda: None, normalizer=lambda how: count, _loss_mask=RLVRTrainer._loss_mask, routing=None,
     )  # fmt: skip
     trainer.score = lambda model, inputs: RLVRTrainer.score(trainer, model, inputs)
     total, n = 0.0, len(leaves)

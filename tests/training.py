@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_tokenclip import GRPOTokenClipConfig, GRPOTokenClipTrainer
+from minirl_sync import MiniRLConfig, MiniRLTrainer
 from rlvr_common import load_math_rows
 from rollout import TransformersEngine
 
@@ -53,13 +54,34 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL, padding_side="left")
 
 
-def make_ours(folder, rows=64, reward=digits_reward, peft_config=None, **changes):
+def make_ours(folder, rows=64, reward=digits_reward, peft_config=None, model=MODEL, **changes):
     ours = {"token_clip": "none"} | changes
     dataset = load_math_rows("tiny", limit=rows)
     args = GRPOTokenClipConfig(**options(folder, **ours))
     return quiet(
-        GRPOTokenClipTrainer(MODEL, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config)
+        GRPOTokenClipTrainer(model, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config)
     )
+
+
+def save_moe(folder):
+    """A random Qwen3-MoE (2 layers, 8 experts, 2 a token) with the tiny tokenizer. -> its folder, as text."""
+    words = tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, tie_word_embeddings=True, max_position_embeddings=256, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+def make_minirl(folder, model, rows=64, reward=digits_reward, peft_config=None, trainer=MiniRLTrainer, **changes):
+    dataset = load_math_rows("tiny", limit=rows)
+    args = MiniRLConfig(**options(folder, **changes))
+    return quiet(trainer(model, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config))
 
 
 class EngineRollout:
@@ -82,11 +104,11 @@ class EngineRollout:
         return {"prompt_ids": ids, "completion_ids": out.completion_ids, "logprobs": out.rollout_logps}
 
 
-def make_stock(folder, rows=64, **changes):
+def make_stock(folder, rows=64, model=MODEL, **changes):
     args = GRPOConfig(**options(folder, use_cpu=True, bf16=False, **changes))
     dataset = load_math_rows("tiny", limit=rows)
     return quiet(
-        GRPOTrainer(MODEL, digits_reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout())
+        GRPOTrainer(model, digits_reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout())
     )
 
 
