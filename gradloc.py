@@ -16,7 +16,9 @@ costs one gradient norm and one comparison a step. Source: Tencent Hunyuan, "Gra
 the sequence and layer levels, the causes' evidence and the report are ours.
 """
 
+import contextlib
 import hashlib
+import inspect
 import math
 import statistics
 import sys
@@ -30,6 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -45,9 +48,11 @@ from gradloc_methods import (
     first_nonfinite,
     gather_objects,
     inner_module,
+    local,
     named_outputs,
     rank,
     rng_state,
+    same_rng_state,
     search,
     set_rng_state,
     sum_over_ranks,
@@ -57,7 +62,7 @@ from layer_clip import LayerClip, gradient_norms, group_norms, kind_of, layer_of
 from routing import replay_routing
 
 CAUSES = {
-    "A.1": "token-level training-inference mismatch",
+    "A.1": "token-level mismatch, training against sampling",
     "A.2": "sequence-level training-inference mismatch",
     "B": "layer-wise gradient heterogeneity",
     "N": "a value that is not finite",
@@ -106,7 +111,7 @@ class TokenReport:
     version: int | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class SpikeReport:
     """One explained step. `to_dict()` is what the JSONL line and the page hold; gradloc_report.check_report describes it."""
 
@@ -128,6 +133,7 @@ class SpikeReport:
     kinds: dict = field(default_factory=dict)
     search: dict | None = None
     offender: dict | None = None
+    num_micro_batches: int = 1  # of each rank
     num_tokens: int = 0
     num_sequences: int = 0
     seconds: float = 0.0
@@ -156,7 +162,11 @@ class SpikeReport:
             "top10_share": self.top10_share,
         }
 
-    def __str__(self):
+    def save(self, folder):
+        """Write the page (and the JSON line) into a folder, as a run does. -> path, or None with a warning."""
+        return gradloc_report.write_spike(self.to_dict(), folder)
+
+    def __repr__(self):
         return self.sentence
 
 
@@ -168,11 +178,11 @@ class Trigger:
 
     "adaptive"  norm > threshold = the largest of
                     median * exp(z * 1.4826 * MAD of log norms), at least factor * median, at most ceiling * median
-                    1.5 * 95th percentile: a pattern (the first update of each sampling, say) is no spike
+                    1.5 * 95th percentile, from 40 norms on: a pattern (the first update of each sampling) is no spike
                 over the last `window` norms, from the `warmup`-th on. A norm above the threshold enters the window as the
                 threshold: a collapse cannot lift the bar at once, a lasting change of level still can. Steps with norm 0 (no
                 advantage anywhere) are left out, and the median counts as no less than a tenth of the largest it has
-                been: after a collapse, when norms are near 0, an ordinary one is no spike.
+                been, which fades by half in 138 steps: after a collapse, when norms are near 0, an ordinary one is no spike.
                 ours; the blog's constant must be tuned for each model, aggregation and advantage scale.
     "paper"     norm > tau sqrt(sum_t a_t^2), which is tau/sqrt(N) for a token mean over N tokens.
 
@@ -220,10 +230,10 @@ class Trigger:
         logs = [math.log(n) for n in self.norms]
         median = statistics.median(logs)
         spread = statistics.median(abs(x - median) for x in logs)
-        self.level = max(self.level, math.exp(median))
+        self.level = max(0.995 * self.level, math.exp(median))  # halves in 138 steps
         usual = max(math.exp(median), 0.1 * self.level)
         above = math.exp(min(self.z * 1.4826 * spread, math.log(self.ceiling)))
-        high = sorted(self.norms)[int(0.95 * (len(self.norms) - 1))]
+        high = sorted(self.norms)[int(0.95 * (len(self.norms) - 1))] if len(self.norms) >= 40 else 0.0
         return max(usual * max(self.factor, above), 1.5 * high)
 
     def decide(self, norm, finite=True, squares=None):
@@ -247,7 +257,7 @@ class Trigger:
         elif kind is not None:
             self.quiet[kind] = self.cooldown
         if reason is None and self.every_n_steps and self.seen % self.every_n_steps == 0 and norm > 0:
-            reason = "every_n_steps" if math.isfinite(norm) else None
+            reason = kind if kind == "non-finite" else self.kind if kind else "every_n_steps"
         return reason, threshold, median
 
     def state_dict(self):
@@ -300,14 +310,15 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     elif not judged:
         not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
     elif part >= 0.5 and not factor < spread:  # a NaN omega counts
-        _, name, value = max(outside, key=lambda x: abs(x[0]["share"]))
+        worst, name, value = max(outside, key=lambda x: abs(x[0]["share"]))
         evidence.append(
-            f"{len(outside)} of {len(tokens)} listed tokens have a weight outside [{token_band[0]:g}, {token_band[1]:g}] and "
+            f"{len(outside)} of the {len(tokens)} listed tokens have a weight outside [{token_band[0]:g}, {token_band[1]:g}]; they "
             f"hold {100 * part:.0f} % of what the list holds; the largest has {WEIGHTS[name]} = {value:.3g}"
         )
-        if name == "ratio":
+        if stale(worst):
             evidence.append(
-                "it is stale: the policy moved away from the one that sampled, and the loss multiplies by that ratio"
+                f"it is stale: the policy moved since it sampled (r = pi_theta/pi_old = {worst['ratio']:.3g}) more than the engines "
+                f"disagree (pi_old/mu = {_shown(worst.get('mismatch'))}); fewer updates a sampling or a smaller learning rate treat that"
             )
         return "A.1", evidence, not_judged
     elif outside:
@@ -320,10 +331,10 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
     known = [s for s in sequences if s["rho"] is not None]
     drifting = [s for s in known if not seq_band[0] < s["rho"] < seq_band[1]]
     share = sum(abs(s["share"]) for s in sequences) or 1.0
-    standing_out = [s for s in drifting if s["log_rho_z"] is None or s["log_rho_z"] > 3]
-    part = sum(abs(s["share"]) for s in standing_out) / share
+    apart_from_others = standing_out(sequences, seq_band)
+    part = sum(abs(s["share"]) for s in apart_from_others) / share
     if part >= 0.5 and spread == 1.0:
-        worst = max(standing_out, key=lambda s: abs(s["share"]))
+        worst = max(apart_from_others, key=lambda s: abs(s["share"]))
         z = (
             ""
             if worst["log_rho_z"] is None
@@ -338,7 +349,7 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
         evidence.append(
             f"rho is outside ({seq_band[0]:g}, {seq_band[1]:g}) in {len(drifting)} of {len(known)} listed sequences, but "
             + (
-                "in none that stands out of the step" if not standing_out
+                "in none that stands out of the step" if not apart_from_others
                 else "these hold the smaller part" if part < 0.5
                 else "a sequence's weight is the same in all layers"
             )
@@ -368,6 +379,24 @@ def outside_weight(token, band):
     if ratio is not None and not band[0] <= ratio <= band[1] and boost is not None and boost >= 2:
         return "ratio", ratio
     return None
+
+
+def standing_out(sequences, band):
+    """The sequences whose rho is outside the band and more than 3 robust deviations from the step's median."""
+    known = [s for s in sequences if s["rho"] is not None and not band[0] < s["rho"] < band[1]]
+    return [s for s in known if s["log_rho_z"] is None or s["log_rho_z"] > 3]
+
+
+def stale(token):
+    """Is a token's weight the policy's own movement (ratio) rather than the engines' disagreement (mismatch)?"""
+    ratio, mismatch = token.get("ratio"), token.get("mismatch")
+    if ratio is None or not ratio > 0:
+        return False
+    return mismatch is None or not mismatch > 0 or abs(math.log(ratio)) > abs(math.log(mismatch))
+
+
+def _shown(value):
+    return "not recorded" if value is None else f"{value:.3g}"
 
 
 # --- GradLoc ----------------------------------------------------------------------------------------------------------
@@ -403,10 +432,14 @@ class GradLoc:
         self.method, self.tokenizer, self.aggregation = method, tokenizer, aggregation
         self.confirm, self.tolerance, self.budget = confirm, tolerance, budget
         self.token_band, self.seq_band, self.differentiation, self.quiet = token_band, seq_band, differentiation, quiet
+        known = list(inspect.signature(Trigger).parameters)
+        unknown = sorted(set(trigger) - set(known))
+        if unknown:
+            raise ValueError(f"GradLoc has no option {', '.join(unknown)}; the trigger's are {', '.join(known)}")
         self.trigger = Trigger(**trigger)
         self.layer_history = deque(maxlen=64)  # [norm of every layer], one entry a step
         self.step = 0
-        self.reports = 0
+        self.reports = self.spikes = 0  # with and without the steps looked at in turn
         self.last = None  # the newest SpikeReport, on every rank
         self.losses = []  # of the step's micro-batches, detached
         self.calls, self._layers = [], None
@@ -416,14 +449,16 @@ class GradLoc:
 
     def watch(self, model, batch, logps_fn):
         """logps_fn(model, batch), recorded: use its result in the loss as usual. Once a micro-batch."""
-        noise = rng_state() if _has_dropout(model) else None
+        noise = rng_state() if model.training else None
         outputs = logps_fn(model, batch)
         self.record(logps_fn, batch, outputs, noise)
-        return outputs
+        return _copies(outputs)  # a loss that edits them in place must not lose the hooks
 
     def record(self, logps_fn, batch, outputs, noise=None):
         """Remember a call that was made: logps_fn(model, batch) gave `outputs`, which the coming backward goes through."""
         named = named_outputs(outputs)
+        if noise is not None and same_rng_state(noise, rng_state()):
+            noise = None  # the call drew no random number (dropout, NEFTune, ...): its rows may be cut out
         if not (torch.is_grad_enabled() and named["logps"].requires_grad):
             return None
         call = Call(logps_fn, batch, named, *_mask_and_ids(batch, named["logps"].shape), rng=noise)
@@ -431,6 +466,11 @@ class GradLoc:
             call.extras = _extras(batch, call.shape)
         call.watch(named)
         self.calls.append(call)
+        if len(self.calls) > 1024:
+            warnings.warn(
+                "GradLoc.watch was called 1024 times without check: the oldest calls are dropped", stacklevel=3
+            )
+            del self.calls[:512]
         return call
 
     # a step -----------------------------------------------------------------------------------------------------------
@@ -444,9 +484,11 @@ class GradLoc:
         if loss is not None:
             self.losses.append(torch.as_tensor(loss).detach())
         self.step = self.step + 1 if step is None else step
-        calls, self.calls = self.calls, []
+        calls, self.calls = [call for call in self.calls if "logps" in call.weights], []  # without: no backward came
         losses, self.losses = self.losses, []
         parameters = _trainable(model)
+        if not parameters:
+            return None
         now = time.perf_counter()
         if self._clock is not None:
             self._step_seconds = now - self._clock
@@ -467,7 +509,7 @@ class GradLoc:
         """Localise a loss in one call, spike or not. -> SpikeReport.
 
         batch: one batch, or a list of micro-batches whose losses add up. logps_fn(model, batch) -> (N, T) log-probs (or a
-        tuple or mapping that starts with them); objective_fn(logps, batch) -> scalar. Several ranks: each its own batch,
+        tuple or mapping that starts with them); objective_fn(what logps_fn returned, batch) -> scalar. Several ranks: each its own batch,
         the gradient is their mean, as in DDP. Leaves gradients, weights and RNG as they were.
         """
         calls, parameters, gradient, loss = _backward(model, batch, logps_fn, objective_fn)
@@ -480,7 +522,7 @@ class GradLoc:
             "median": None,
             "loss": loss,
         }
-        return self._localise(model, calls, parameters, gradient, trigger)
+        return self._localise(model, calls, parameters, gradient, trigger, contain=False)
 
     def _measure(self, parameters, calls, losses):
         """(norm, layer norms, all finite?, sum of a_t^2): one transfer to the host."""
@@ -504,33 +546,43 @@ class GradLoc:
             squares = float(sum_over_ranks(mine.clone()))
         return norm, dict(zip(labels, values[:-1], strict=True)), values[-1] == 0, squares
 
-    def _localise(self, model, calls, parameters, gradient, trigger):
+    def _localise(self, model, calls, parameters, gradient, trigger, contain=True):
         start = time.perf_counter()
-        if not calls:
+        states = gather_objects((len(calls), trigger["reason"]))  # all ranks must go the same way
+        if len({count for count, _ in states}) != 1 or not calls:
+            counts = ", ".join(str(count) for count, _ in states)
             warnings.warn(
-                f"step {self.step}: gradient norm {trigger['grad_norm']:.4g} triggered, but no model call was recorded: use "
-                "GradLoc.watch in the loop or GradLoc.attach(trainer)",
+                f"step {self.step}: gradient norm {trigger['grad_norm']:.4g} triggered, but the model calls recorded by rank are "
+                f"{counts}, and there must be as many, at least one, on each: use GradLoc.watch in the loop, or attach(trainer)",
                 stacklevel=3,
             )
             return None
+        if any(reason == "non-finite" for _, reason in states):
+            trigger = trigger | {"reason": "non-finite"}
         noise, step = rng_state(), None
+        buffers = [(b, b.detach().clone()) for b in inner_module(model).buffers()]  # a forward may count in them
         try:
             step = Step(model, calls, parameters, gradient)
             report = self._explain(step, trigger)
-        except RuntimeError as error:
-            if world_size() > 1:
+        except Exception as error:
+            if world_size() > 1 or not contain:
                 raise  # the other ranks are in a collective: going on would hang, not train
             warnings.warn(
-                f"step {self.step}: GradLoc could not look into it ({error}); training goes on", stacklevel=3
+                f"step {self.step}: GradLoc could not look into it ({type(error).__name__}: {error}); training goes on",
+                stacklevel=3,
             )
             return None
         finally:
             set_rng_state(noise)
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
             if step is not None:
                 step.close()
         report.seconds = time.perf_counter() - start
         report.time_ratio = report.seconds / self._step_seconds if self._step_seconds else None
         self.last, self.reports = report, self.reports + 1
+        self.spikes += trigger["reason"] not in ("every_n_steps", "call")
         if rank() == 0:
             if self.folder is not None:
                 page = gradloc_report.write_spike(report.to_dict(), self.folder)
@@ -548,6 +600,7 @@ class GradLoc:
             run=self.folder.resolve().parent.name if self.folder else "", time=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
         counts = gather_objects([(int(c.mask.sum()), int(c.mask.any(1).sum())) for c in step.calls])
+        report.num_micro_batches = len(step.calls)
         report.num_tokens = sum(t for part in counts for t, _ in part)
         report.num_sequences = sum(s for part in counts for _, s in part)
         self._name_layers(step, report)
@@ -563,7 +616,17 @@ class GradLoc:
         if places and not broken:
             known = {p: f for p, f in places.items() if isinstance(f, Found)}
             missing = [p for p in list(places)[: self.confirm] if p not in known]
-            found = known | dict(zip(missing, confirm(step, missing) if missing else [], strict=True))
+            exact = confirm(step, missing) if missing else []
+            found = known | {p: f for p, f in zip(missing, exact, strict=True) if f is not None}
+            if None in exact:
+                report.note += (
+                    " exact norms could not be computed (reentrant gradient checkpointing needs use_reentrant=False)"
+                )
+        if not all(gather_objects(all(call.faithful for call in step.calls))):
+            report.note += (
+                " running the model again on the recorded inputs gives other log-probs than in training: the shares and norms are "
+                "those of the second run"
+            )
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
             _diagnose_into(report, self.token_band, self.seq_band)
@@ -600,6 +663,9 @@ class GradLoc:
             )
         a = coefficients(step.calls, self.aggregation)
         squares = float(sum_over_ranks(torch.stack([c.square().sum() for c in a]).sum()))
+        if squares == 0:
+            report.method, report.note = "search", "no token counts in the loss: the gradient comes from elsewhere"
+            return {}, None
         root = report.trigger["threshold"] or 0.5 * step.norm
         tau = self.trigger.tau or min(root, 0.5 * step.norm) / math.sqrt(squares)
         result = search(step, a, tau, self.budget)
@@ -614,14 +680,19 @@ class GradLoc:
         offender = first_nonfinite(step)
         report.method, report.cause = "non-finite", "N"
         if offender is None:
-            report.evidence = ["the norm was not finite, yet a second pass over the same tokens was: not reproducible"]
+            whole = all(bool(torch.isfinite(local(g)).all()) for g in step.gradient if g is not None)
+            report.evidence = [
+                "every gradient is finite, but their squares overflow float32: the norm is above 1.8e19"
+                if whole and not math.isfinite(step.norm)
+                else "a value was not finite, yet a second pass over the same tokens was: not reproducible"
+            ]
             return {}, None
         report.offender = vars(offender) | {"position": None}  # in the completion
         place = f"module {offender.module}" if offender.module else "the objective"
         text = {
             "weights": f"the weights {offender.tensor} are already not finite",
             "forward": f"{place} is the first with a non-finite output from finite inputs",
-            "loss": "the log-probs are finite, dLoss/dlogp is not"
+            "loss": f"the log-probs are finite, dLoss/dlogp is not, at {offender.broken} of {offender.tokens} tokens"
             + (f": {offender.tensor} is not finite there" if offender.tensor else ""),
             "backward": f"{place} is the first whose backward makes a non-finite gradient"
             + (f", of {offender.tensor}" if offender.tensor else ""),
@@ -659,9 +730,12 @@ class GradLoc:
         report.tokens = [tokens[place] for place in places]
         order = dict.fromkeys(place[:3] for place in places)
         report.sequences = [rows[key] for key in order][:8]
+        largest = max((abs(s["share"]) for s in report.sequences), default=0.0)
+        if values is not None:  # one that holds next to nothing says nothing
+            report.sequences = [s for s in report.sequences if abs(s["share"]) >= 0.01 * largest]
         if values is None:
             for sequence in report.sequences:
-                key = (sequence["rank"], sequence["micro_batch"], sequence["sequence"])
+                key = _key(sequence)
                 own = [t for t in report.tokens if (t.rank, t.micro_batch, t.sequence) == key]
                 for token in own:
                     sequence["shares"][token.position - sequence["first_position"]] = token.share
@@ -706,7 +780,12 @@ class GradLoc:
     def _text(self, token):
         if token is None:
             return None
-        return str(token) if self.tokenizer is None else self.tokenizer.decode([token])
+        if self.tokenizer is None:
+            return f"[{token}]"
+        try:
+            return self.tokenizer.decode([token])
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError):
+            return f"[{token}]"  # ids beyond the tokenizer's vocabulary: a report is worth more than one token's text
 
     # trainers ---------------------------------------------------------------------------------------------------------
 
@@ -723,13 +802,13 @@ class GradLoc:
         """Everything a resumed run needs to trigger as this one would: plain numbers."""
         return {
             "trigger": self.trigger.state_dict(), "layer_history": list(self.layer_history), "step": self.step,
-            "reports": self.reports,
+            "reports": self.reports, "spikes": self.spikes,
         }  # fmt: skip
 
     def load_state_dict(self, state):
         self.trigger.load_state_dict(state["trigger"])
         self.layer_history = deque(state["layer_history"], maxlen=self.layer_history.maxlen)
-        self.step, self.reports = state["step"], state["reports"]
+        self.step, self.reports, self.spikes = state["step"], state["reports"], state["spikes"]
 
 
 def token_contributions(model, batch, logps_fn, objective_fn, method="auto"):
@@ -756,7 +835,16 @@ def token_contributions(model, batch, logps_fn, objective_fn, method="auto"):
 def _backward(model, batch, logps_fn, objective_fn):
     """Forward and backward of a loss with `.grad` set aside. -> (calls, parameters, gradient, loss)."""
     inner, parameters = inner_module(model), _trainable(model)
+    if not parameters:
+        raise ValueError(
+            "the model has no trainable parameter: there is no gradient to explain (requires_grad is False everywhere)"
+        )
     batches = batch if isinstance(batch, list | tuple) else [batch]
+    if not all(isinstance(part, Mapping) for part in batches):
+        kinds = sorted({type(part).__name__ for part in batches if not isinstance(part, Mapping)})
+        raise ValueError(
+            f"batch holds {', '.join(kinds)}: give a dict of tensors, or a list of such dicts (micro-batches)"
+        )
     params = list(parameters.values())
     aside, calls, total = [p.grad for p in params], [], 0.0
     noise = rng_state()
@@ -764,15 +852,26 @@ def _backward(model, batch, logps_fn, objective_fn):
         for p in params:
             p.grad = None
         for part in batches:
-            before = rng_state() if _has_dropout(inner) else None
+            before = rng_state()
             with torch.enable_grad():
                 outputs = logps_fn(inner, part)
+                if same_rng_state(before, rng_state()):
+                    before = None
                 named = named_outputs(outputs)
                 call = Call(logps_fn, part, named, *_mask_and_ids(part, named["logps"].shape), rng=before)
                 call.extras = _extras(part, call.shape) if isinstance(part, Mapping) else {}
                 call.watch(named)
-                loss = objective_fn(outputs, part)
+                loss = objective_fn(_copies(outputs), part)
+                if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                    shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    raise ValueError(
+                        f"objective_fn returned {shape}, or a value without gradient: it must return the scalar loss"
+                    )
                 loss.backward()
+                if "logps" not in call.weights:
+                    raise ValueError(
+                        "the loss does not depend on the log-probs that logps_fn returned: nothing can be traced to a token"
+                    )
             calls.append(call)
             total += float(loss.detach())
         gradient = [p.grad for p in params]
@@ -799,14 +898,20 @@ EXTRAS = {  # names in batches -> names in the report
 
 
 def _trainable(model):
-    """{name: parameter} of what is trained, each once (tied weights)."""
+    """{name: parameter} of what is trained, each once (tied weights). Raises ValueError for FSDP1, whose flat parameters
+    have no layers."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError("GradLoc cannot see the layers inside FSDP1's flat parameters: use FSDP2 (fsdp_version 2)")
     return {name: p for name, p in inner_module(model).named_parameters() if p.requires_grad}
 
 
-def _has_dropout(model):
-    return model.training and any(
-        isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in model.modules()
-    )
+def _copies(outputs):
+    """What a logps_fn returned, in tensors of its own."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.clone()
+    if isinstance(outputs, Mapping):
+        return {name: _copies(value) for name, value in outputs.items()}
+    return tuple(map(_copies, outputs)) if isinstance(outputs, list | tuple) else outputs
 
 
 def _mask_and_ids(batch, shape):
@@ -862,6 +967,18 @@ def _exp(numerator, denominator):
     )
 
 
+def _advantage_outlier(sequences):
+    """A sentence where the leading sequence's advantage is far larger than the others'."""
+    sizes = [abs(s["advantage"]) for s in sequences if s["advantage"] is not None]
+    if len(sizes) < 3 or sequences[0]["advantage"] is None:
+        return None
+    median = statistics.median(sizes[1:])
+    if not abs(sequences[0]["advantage"]) > 5 * median > 0:
+        return None
+    first = sequences[0]["advantage"]
+    return f"the advantage of the first listed sequence, {first:.3g}, is {abs(first) / median:.0f} times the others'"
+
+
 def _boost(call, row, column):
     """A token's |dLoss/dlogp| over the median of its sequence: above 1 the loss weighs it more than its neighbours."""
     if "logps" not in call.weights:
@@ -894,7 +1011,7 @@ def _log_rho_z(calls):
         log_rho = _log_rho(call)
         if log_rho is not None:
             counted = call.mask.any(1)
-            values |= {(index, i): float(x) for i, x in enumerate(log_rho) if counted[i]}
+            values |= {(index, i): float(x) for i, x in enumerate(log_rho) if counted[i] and math.isfinite(x)}
     if len(values) < 4:
         return {}
     middle = statistics.median(values.values())
@@ -936,54 +1053,77 @@ def _grouped(step, norms, label_of):
 def _diagnose_into(report, token_band, seq_band):
     tokens = [vars(t) for t in report.tokens]
     cause, report.evidence, report.not_judged = diagnose(tokens, report.sequences, report.layers, token_band, seq_band)
+    outlier = _advantage_outlier(report.sequences)
+    if outlier:
+        report.evidence.append(outlier)
     report.cause, report.remedy = cause, REMEDIES[cause]
     if report.trigger["reason"] == "every_n_steps":
         report.remedy = ""  # nothing to treat
 
 
+def _place(item, many):
+    """`sequence 5, micro-batch 1, on rank 0` of a token or a sequence of the report."""
+    item = item if isinstance(item, dict) else vars(item)
+    part = f", micro-batch {item['micro_batch']}," if many else ""
+    return f"sequence {item['sequence']}{part} on rank {item['rank']}"
+
+
+def _key(item):
+    item = item if isinstance(item, dict) else vars(item)
+    return item["rank"], item["micro_batch"], item["sequence"]
+
+
 def _sentence(report, token_band, seq_band):
-    head = f"step {report.step}: "
+    """The headline: who, where, why, and the flag that treats it."""
+    head, many = f"step {report.step}: ", report.num_micro_batches > 1
+    t = (
+        max(report.tokens, key=lambda x: x.share) if report.tokens else None
+    )  # what the norm is made of, not what opposes it
     if report.cause == "N":
         text = head + report.evidence[0]
-        if report.tokens:
-            t = report.tokens[0]
-            text += f"; token {t.position} ({t.token!r}) of sequence {t.sequence} on rank {t.rank}"
-        return text
-    t = report.tokens[0] if report.tokens else None
+        return text + (f"; token {t.position} ({t.token!r}) of {_place(t, many)}" if t is not None else "")
+    if report.grad_norm == 0:
+        return head + report.note
     if t is None:
-        text = head + f"gradient norm {report.grad_norm:.3g}, and no token above its threshold"
+        text = head + f"gradient norm {report.grad_norm:.3g}, and no token stands out"
+        if report.search and report.search["exhausted"]:
+            text = (
+                head
+                + f"the search budget of {report.search['budget']} backward passes ended before a token was reached"
+            )
     else:
         text = (
             head
-            + f"{100 * abs(t.share):.0f} % of the gradient norm is token {t.position} ({t.token!r}) of sequence {t.sequence}"
+            + f"{100 * t.share:.0f} % of the gradient norm is token {t.position} ({t.token!r}) of {_place(t, many)}"
         )
-        text += f" on rank {t.rank}"
-    if len(report.tokens) > 1 and abs(report.tokens[1].share) > 0.1:
-        text += f", {100 * abs(report.tokens[1].share):.0f} % the next"
-    if t is not None and t.layers:
-        text += f", {_leading(t.layers)}"
+        rest = [x for x in report.tokens if x is not t]
+        if rest and abs(rest[0].share) > 0.1:
+            text += f", {100 * rest[0].share:.0f} % the next"
+        whole = next((x["share"] for x in report.sequences if _key(x) == _key(t)), None)
+        if whole is not None and whole > max(0.5, 1.5 * t.share):
+            text += f", {100 * whole:.0f} % its whole sequence"
+        if t.layers:
+            text += f", {_leading(t.layers)}"
     if report.cause == "A.1":
-        worst = next(x for x in report.tokens if outside_weight(vars(x), token_band))
+        worst = max((x for x in report.tokens if outside_weight(vars(x), token_band)), key=lambda x: abs(x.share))
         name, value = outside_weight(vars(worst), token_band)
-        kind = "token mismatch" if name == "omega" else "stale token"
-        text += f"; {WEIGHTS[name]} = {value:.2g}{_whose(worst.position, t.position, 'token')} ({kind})"
+        where = "" if worst is t else f" at token {worst.position} of {_place(worst, many)}"
+        kind = "stale token" if stale(vars(worst)) else "token mismatch"
+        text += f"; {WEIGHTS[name]} = {value:.2g}{where} ({kind})"
     elif report.cause == "A.2":
-        worst = next(x for x in report.sequences if x["rho"] is not None and not seq_band[0] < x["rho"] < seq_band[1])
-        whose = _whose(worst["sequence"], t.sequence, "sequence")
-        text += f"; rho = {worst['rho']:.3g}{whose} with omega in its band (sequence mismatch)"
+        worst = max(standing_out(report.sequences, seq_band), key=lambda x: abs(x["share"]))
+        where = "" if t is not None and _key(worst) == _key(t) else f" in {_place(worst, many)}"
+        text += f"; rho = {worst['rho']:.3g}{where} with omega in its band (sequence mismatch)"
     elif report.cause == "B":
         name = max((n for n in report.layers if report.layers[n]["ratio"]), key=lambda n: report.layers[n]["ratio"])
         text += f"; {name} at {report.layers[name]['ratio']:.1f} times its own median (layer heterogeneity)"
+    elif report.not_judged:
+        text += "; cause not judged: " + "; ".join(report.not_judged)
     else:
         text += "; no known cause"
     if report.trigger["reason"] == "every_n_steps":
         return text + "; no spike, looked at in turn"
     return text + (f": {report.remedy}" if report.remedy else "")
-
-
-def _whose(item, named, kind):
-    """` at token 7` where it is not the one that the sentence names first."""
-    return "" if item == named else f" at {kind} {item}"
 
 
 def _leading(layers):
@@ -1015,6 +1155,10 @@ class Attachment(TrainerCallback):
     """
 
     def __init__(self, trainer, gradloc=None, layer_clip=None, routes=None):
+        if not hasattr(trainer, "accelerator"):
+            raise ValueError(
+                f"attach takes a trainer, and got {type(trainer).__name__}: use watch and check in a loop of your own"
+            )
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 "GradLoc and LayerClip read .grad, which DeepSpeed keeps to itself: use DDP or FSDP2, or --gradloc off"
@@ -1040,9 +1184,15 @@ class Attachment(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
+            before = (
+                self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
+            )  # a second train() goes on
             self.layer_clip = LayerClip(self.trainer.model, **self._clip_options)
-            if self._clip_state is not None:
-                self.layer_clip.load_state_dict(self._clip_state)
+            if before is not None:
+                try:
+                    self.layer_clip.load_state_dict(before)
+                except ValueError as error:
+                    raise ValueError(f"{error} (--layer_clip_mode, --use_peft)") from error
 
     def state_dict(self):
         return {
@@ -1073,7 +1223,7 @@ class Attachment(TrainerCallback):
 
     def _before_forward(self, module, args, kwargs):
         recording = self.batch is not None and torch.is_grad_enabled()
-        self.noise = rng_state() if recording and _has_dropout(module) else None
+        self.noise = rng_state() if recording and module.training else None
 
     def _after_forward(self, module, args, kwargs, output):
         if self.batch is None or not torch.is_grad_enabled() or not kwargs.get("fused_lm_head"):
@@ -1128,6 +1278,12 @@ class Attachment(TrainerCallback):
         self._check()  # a trainer that did not ask accelerate for the norm
         self.checked = False
 
+    def on_train_end(self, args, state, control, **kwargs):
+        gradloc = self.gradloc
+        if gradloc is not None and gradloc.folder is not None and gradloc.reports and state.is_world_process_zero:
+            with contextlib.suppress(ValueError):  # no report could be written
+                gradloc_report.write_index(gradloc.folder)
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name, values in self.metrics.items():
             logs[name] = state.log_history[-1][name] = sum(values) / len(values)  # the history holds a copy
@@ -1149,7 +1305,7 @@ def _fused_outputs(model, kwargs):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 2 or argv[0] != "view":
+    if len(argv) != 2 or argv[0] != "view" or argv[1] in ("-h", "--help"):
         sys.exit(
             "usage: python gradloc.py view DIR     lists the spikes of a run (or of every run below DIR), writes DIR/index.html"
         )

@@ -28,7 +28,10 @@ PAGE_CHARS = 900_000
 TOKEN_CHARS, RAW_CHARS, SENTENCE_CHARS, PROMPT_CHARS = 100, 400, 1500, 1500
 
 CAUSES = {  # cause -> (css class, what it means in one line)
-    "A.1": ("a1", "The training engine gives a few tokens another probability than the engine that sampled them."),
+    "A.1": (
+        "a1",
+        "A few tokens have another probability now than when they were sampled: the engines disagree, or the policy moved on.",
+    ),
     "A.2": ("a2", "Each token looks fine, but over the whole sequence the two engines drift apart."),
     "B": ("b", "The tokens are fine; some layers answer them with far more gradient than they used to."),
     "N": ("n", "A number is not finite (NaN or infinite)."),
@@ -157,10 +160,16 @@ def write_spike(report, folder):
     return path
 
 
+def looked_at(report):
+    """True for a step that was looked at in turn or by a call: no spike."""
+    return (report.get("trigger") or {}).get("reason") in ("every_n_steps", "call")
+
+
 def _new_page(folder, report):
     first = (report.get("tokens") or [{}])[0]
     step, update, rank = report.get("step"), report.get("update"), first.get("rank")
-    stem = f"spike_step{step or 0:06d}_update{update or 0:03d}_rank{rank or 0:02d}"
+    kind = "look" if looked_at(report) else "spike"
+    stem = f"{kind}_step{step or 0:06d}_update{update or 0:03d}_rank{rank or 0:02d}"
     number = 1
     while True:
         path = folder / (f"{stem}.html" if number == 1 else f"{stem}-{number}.html")
@@ -464,8 +473,13 @@ def _concentration(report):
     listed = f"The first token holds {_percent(one)} of the gradient norm, the first ten {_percent(ten)}."
     if not (_finite(one) and _finite(ten) and 0 <= one <= ten <= 1):
         return "" if one is None and ten is None else f"<p>{_text(listed)}</p>"
-    others = f"the other {_number(total - 10)} tokens" if _finite(total) and total > 10 else "all others"
-    parts = (("one", "1 token", one), ("ten", "the next 9", ten - one), ("all", others, 1 - ten))
+    listed_tokens = min(10, len(report.get("tokens") or ()))
+    others = (
+        f"the other {_number(total - listed_tokens)} tokens"
+        if _finite(total) and total > listed_tokens
+        else "all others"
+    )
+    parts = (("one", "1 token", one), ("ten", f"the next {listed_tokens - 1}", ten - one), ("all", others, 1 - ten))
     parts = [(css, f"{label}: {_percent(part)}", part) for css, label, part in parts if part > 5e-4]
     bar = "".join(
         f'<div class="{css}" style="width:{100 * part:.2f}%" title="{label}"></div>' for css, label, part in parts
@@ -695,7 +709,7 @@ def view(folder):
     spikes = _some_spikes(folder)
     path = _write_index(folder, spikes)
     runs = list(dict.fromkeys(_run_of(s, folder) for s in spikes))
-    lines = [f"{len(spikes)} spike(s) in {len(runs)} run(s) under {folder}"]
+    lines = [f"{_counted(spikes)} in {len(runs)} run(s) under {folder}"]
     for run in runs:
         if len(runs) > 1:
             lines.append(f"{visible(run, 100)}:")
@@ -705,10 +719,15 @@ def view(folder):
             lines.append(
                 f"  {_number(spike['step']):>7}  {_number(spike['grad_norm']):>10}  {spike['cause']:<12}  {what}"
             )
-    causes = Counter(s["cause"] for s in spikes).most_common()
-    lines.append("causes: " + ", ".join(f"{cause} {count}" for cause, count in causes))
+    causes = Counter(s["cause"] for s in spikes if not looked_at(s)).most_common()
+    lines.append("causes of the spikes: " + (", ".join(f"{cause} {count}" for cause, count in causes) or "-"))
     lines.append(f"index: {path or 'not written (see the warning)'}")
     return "\n".join(lines)
+
+
+def _counted(spikes):
+    looks = sum(looked_at(s) for s in spikes)
+    return f"{len(spikes) - looks} spike(s)" + (f" and {looks} step(s) looked at in turn" if looks else "")
 
 
 def _some_spikes(folder):
@@ -716,7 +735,8 @@ def _some_spikes(folder):
     if not spikes:
         state = "holds no spike report" if Path(folder).is_dir() else "is no folder"
         raise ValueError(
-            f"{folder} {state}: give the output folder of a run started with --gradloc directional in which a spike occurred"
+            f"{folder} {state}: give the output folder of a run with GradLoc on (--gradloc directional, or GradLoc(folder)) in which "
+            "a spike occurred; --gradloc_every 25 also looks at steps without one"
         )
     return spikes
 
@@ -747,9 +767,9 @@ def _write_index(folder, spikes):
 
 def _index_page(folder, spikes):
     runs = list(dict.fromkeys(_run_of(s, folder) for s in spikes))
-    causes = Counter(s["cause"] for s in spikes)
+    causes = Counter(s["cause"] for s in spikes if not looked_at(s))
     parts = [HEAD.format(title="GradLoc: spikes", style=STYLE), '<p class="dim">GradLoc</p>']
-    parts.append(f"<h1>{len(spikes)} gradient spike(s) in {len(runs)} run(s)</h1>")
+    parts.append(f"<h1>{_counted(spikes)} in {len(runs)} run(s)</h1>")
     rows = "".join(
         f'<tr><td class="r">{count}</td><td>{_badge(cause)}</td><td>{CAUSES[cause][1]}</td></tr>'
         for cause, count in causes.most_common()
@@ -767,15 +787,15 @@ def _index_page(folder, spikes):
         mine = [s for s in spikes if _run_of(s, folder) == run and _finite(s["step"])]
         parts.append(f'<p class="run"><b>{_text(run, 100)}</b></p>' if len(runs) > 1 else "")
         parts.append(_chart(sorted(mine, key=lambda s: s["step"]), steps, levels, folder) if mine else "")
-    parts.append(_offenders(spikes))
-    parts.append("<h2>All spikes</h2>" + _spike_rows(spikes, runs, folder) + "</body></html>\n")
+    parts.append(_offenders([s for s in spikes if not looked_at(s)]))
+    parts.append("<h2>All reports</h2>" + _spike_rows(spikes, runs, folder) + "</body></html>\n")
     return "".join(parts)
 
 
 def _link(spike, folder):
     """The page's address seen from the index; None where the record names no page of ours or the page is gone."""
     name = spike.get("page")
-    if not isinstance(name, str) or not re.fullmatch(r"spike_[A-Za-z0-9_-]+\.html", name):
+    if not isinstance(name, str) or not re.fullmatch(r"(spike|look)_[A-Za-z0-9_-]+\.html", name):
         return None
     path = Path(spike["folder"]) / name
     return "./" + quote(path.relative_to(folder).as_posix()) if path.is_file() else None

@@ -187,8 +187,8 @@ class LayerClip:
     parameters are taken here, once: build it on the prepared (wrapped, sharded) model, after freezing. Gradients must be
     unscaled (fp16). Works beside global clipping (before it) or instead of it; needs no collective under DDP.
 
-    A group is not clipped in the first `warmup` steps that gave it a gradient. A step whose norm is exactly 0 (no
-    advantage in the whole batch) counts neither there nor in the statistic; nor does one whose norm is not finite, of
+    A group is not clipped in the first `warmup` steps that gave it a gradient. A step whose norm is 0, or below a thousandth of
+    the usual (no advantage in the whole batch), counts neither there nor in the statistic; nor does one whose norm is not finite, of
     which nothing is scaled. alpha=math.inf measures and never clips.
 
     paper: alpha, beta, EMA or mean, warm-up and grouping not stated; we: alpha 2, because a spike is several-fold while
@@ -276,7 +276,7 @@ class LayerClip:
             if factor != 1 and parameter.grad is not None:
                 grad = parameter.grad
                 (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor)
-        self._update(torch.minimum(before, thresholds), before.isfinite() & (before > 0))
+        self._update(torch.minimum(before, thresholds), before.isfinite() & (before > 1e-3 * self._value))
         return self._metrics(before, factors, group_norms(norms, self._layer, self._history.shape[1]))
 
     def _update(self, kept, counted):

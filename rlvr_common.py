@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from transformers import TrainerCallback
 from transformers.trainer import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from gradloc import Attachment, GradLoc
-from gradloc_report import write_index
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
@@ -189,6 +189,7 @@ def minirl_loss(logps, old_logps, rollout_logps, advantages, eps_low=0.2, eps_hi
         ratio = _ratio(logps, old_logps)
         dropped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
         weight = _ratio(logps, rollout_logps).clamp(max=cap).masked_fill(dropped, 0.0)
+        weight = torch.where(ratio.isnan(), ratio, weight)  # nobody can say whether the clip drops it: stays visible
     return weighted_logp_loss(weight, advantages, logps)
 
 
@@ -431,6 +432,10 @@ class RLVRConfig(GRPOConfig):
     gradloc_tau: float | None = field(
         default=None, metadata={"help": "tau_token of --gradloc_trigger paper. GradLoc script: 640"}
     )
+    gradloc_factor: float = field(
+        default=3.0,
+        metadata={"help": "a spike is at least this multiple of the median norm of the last 64 steps (adaptive)"},
+    )
     gradloc_every: int = field(default=0, metadata={"help": "also look at every n-th step; 0 = spikes only"})
     gradloc_cooldown: int = field(
         default=10, metadata={"help": "steps after a report in which spikes are only counted"}
@@ -470,16 +475,24 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--gradloc_trigger {self.gradloc_trigger} is unknown: use adaptive or paper")
         if self.gradloc_trigger == "paper" and not (self.gradloc_tau or 0) > 0:
             raise ValueError(
-                f"--gradloc_trigger paper --gradloc_tau {self.gradloc_tau}: give the norm a typical token may reach, above 0"
+                "--gradloc_trigger paper needs --gradloc_tau, the norm a typical token may reach (GradLoc script: 640)"
             )
-        if self.gradloc_every < 0 or self.gradloc_cooldown < 0:
+        if self.gradloc_every < 0:
+            raise ValueError(f"--gradloc_every {self.gradloc_every} must be 0 (spikes only) or a number of steps")
+        if self.gradloc_cooldown < 0:
+            raise ValueError(f"--gradloc_cooldown {self.gradloc_cooldown} must be 0 or more steps")
+        if not self.gradloc_factor > 1:
+            raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
+        self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
+        self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
+        if self.gradloc_tau is not None and self.gradloc_trigger != "paper":
             raise ValueError(
-                f"--gradloc_every {self.gradloc_every} --gradloc_cooldown {self.gradloc_cooldown}: need 0 or more steps"
+                f"--gradloc_tau {self.gradloc_tau} is read by --gradloc_trigger paper only: add it, or remove the flag"
             )
-        if not self.layer_clip_alpha > 1 or not 0 <= self.layer_clip_beta < 1:
-            raise ValueError(
-                f"--layer_clip_alpha {self.layer_clip_alpha} --layer_clip_beta {self.layer_clip_beta}: need alpha > 1, 0 <= beta < 1"
-            )
+        if not self.layer_clip_alpha > 1:
+            raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
+        if not 0 <= self.layer_clip_beta < 1:
+            raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         if self.routing_replay not in ("none", "r2", "r3"):
@@ -490,6 +503,14 @@ class RLVRConfig(GRPOConfig):
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
         super().__post_init__()
+
+    def _refuse_without(self, prefix, off, switch):
+        """An option of a part that is off would silently do nothing."""
+        for f in dataclasses.fields(RLVRConfig):
+            if off and f.name.startswith(f"{prefix}_") and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"--{f.name} {getattr(self, f.name)} is set, but {prefix} is off: add {switch}, or remove it"
+                )
 
 
 # --- the trainer base -------------------------------------------------------------------------------------------------
@@ -593,6 +614,8 @@ class RLVRTrainer(GRPOTrainer):
                 tokenizer=self._tokenizer,
                 aggregation=args.aggregation,
                 trigger=args.gradloc_trigger,
+                factor=args.gradloc_factor,
+                ceiling=max(5.0, args.gradloc_factor),
                 tau=args.gradloc_tau,
                 cooldown=args.gradloc_cooldown,
                 every_n_steps=args.gradloc_every,
@@ -657,9 +680,10 @@ class RLVRTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        self._scoring_old, self._old_routes = self.model.training and self._old_pass(), None
+        self._scoring_old = self.model.training and self._old_pass()
+        self._old_routes = self._sampled_routes = None
         output = super()._generate_and_score_completions(inputs)
-        if self.routing is not None and self._sampled_routes is not None:
+        if self.routing is not None and (self._sampled_routes is not None or self.args.routing_replay == "r3"):
             tokens = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
             output["rollout_routes"] = self._place_sampled_routes(tokens)
         if self._old_routes is not None:
@@ -681,6 +705,11 @@ class RLVRTrainer(GRPOTrainer):
     def _place_sampled_routes(self, tokens):
         """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
         routes = self._sampled_routes
+        if routes is None:
+            raise RuntimeError(
+                "--routing_replay r3 is on but the sampling brought no routes: whatever replaces _rollout must set "
+                "_sampled_routes"
+            )
         if self.mask_truncated_completions:  # TRL hides such a completion even from attention: its prompt's rows stay
             routes = [rows[:count] for rows, count in zip(routes, tokens.sum(1).tolist(), strict=True)]
         return place_routes(routes, tokens)
@@ -720,8 +749,8 @@ class RLVRTrainer(GRPOTrainer):
         replay = {"none": None, "r2": "old_routes", "r3": "rollout_routes"}[self.args.routing_replay]
         if replay is not None and replay not in inputs and self.model.training:
             raise RuntimeError(
-                f"--routing_replay {self.args.routing_replay} is on but the batch carries no {replay}: whatever replaces _rollout "
-                "must set _sampled_routes, and the pass for old log-probs must run"
+                f"--routing_replay {self.args.routing_replay} is on but the batch carries no {replay}: this version of TRL runs no "
+                "pass for old log-probs where the pinned one does"
             )
         self._routes = inputs.get(replay)
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
@@ -940,6 +969,23 @@ class RLVRTrainer(GRPOTrainer):
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
+        and trained as a stack. The Trainer's own loading leaves those at their initial values, with a warning.
+        """
+        if self.routing is None or self.is_fsdp_enabled or isinstance(self.model, PeftModel):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        saved, found = type(self.model).from_pretrained(
+            resume_from_checkpoint, dtype=self.model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        lacking = sorted({*found["missing_keys"], *(name for name, _, _ in found["mismatched_keys"])})
+        if lacking:
+            raise ValueError(
+                f"{resume_from_checkpoint} does not hold {lacking} as this model needs it: resume from a complete checkpoint of the "
+                "same model"
+            )
+        self.model.load_state_dict(saved.state_dict())
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
@@ -1090,6 +1136,8 @@ def run(trainer, held_out=None):
     """Evaluate, train (or resume), evaluate, save, and say where everything is. All processes call it."""
     args = trainer.args
     say(batch_line(args))
+    if trainer._attachment is not None and trainer._attachment.gradloc is not None:
+        say(f"gradloc: {args.gradloc}, reports of gradient spikes go to {trainer._attachment.gradloc.folder}")
     report = RunReport(args.output_dir)
     report.replace_defaults(trainer)
     before = after = None
@@ -1121,9 +1169,9 @@ def _close(report, trainer, before, after, final):
             ("held-out accuracy after", f"{_percent(after)}   {points:+.1f} points"),
         ]
     gradloc = trainer._attachment.gradloc if trainer._attachment is not None else None
-    if gradloc is not None and gradloc.reports:
-        index = write_index(gradloc.folder)
-        rows.append(("gradient spikes", f"{gradloc.reports} explained" + (f": {index}" if index else "")))
+    if gradloc is not None:
+        index = gradloc.folder / "index.html"
+        rows.append(("gradient spikes", f"{gradloc.spikes or 'none'}" + (f": {index}" if index.exists() else "")))
     rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
     print("\n" + table(rows), flush=True)
 

@@ -1,11 +1,10 @@
-"""Run a recipe under FSDP2 on CPUs: `torchrun --nproc_per_node 2 tests/fsdp2_on_cpu.py [recipe] <recipe options>`.
+"""Run the recipe under FSDP2 on CPUs: `torchrun --nproc_per_node 2 tests/fsdp2_on_cpu.py <recipe options>`.
 
 accelerate gives FSDP to accelerators only and runs plain DDP on CPUs without a word (the recipe then stops, see
 rlvr_launch.check_distributed). This test-only wrapper tells accelerate's state that the run is FSDP, so that sharded
 parameters, DTensor gradients and the engine's gathering push are exercised on a machine without a GPU.
 """
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -26,5 +25,6 @@ def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
 
 if __name__ == "__main__":
     AcceleratorState.__init__ = init_with_fsdp
-    recipe = sys.argv.pop(1) if not sys.argv[1].startswith("-") else "grpo_tokenclip"
-    importlib.import_module(recipe).main()
+    from grpo_tokenclip import main
+
+    main()

@@ -111,6 +111,45 @@ def run_cases(model, ranks):
     return results
 
 
+class Plain(torch.autograd.Function):
+    """An operation without a forward derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def with_dense_mask(model, batch):
+    t = batch["mask"].shape[1]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["mask4"]).logits[:, -t - 1 : -1]
+    return logits.log_softmax(-1).gather(2, batch["input_ids"][:, -t:, None]).squeeze(2)
+
+
+def odd_cases(model, rank):
+    """What must neither hang nor end training: a batch that cannot be cut, no forward mode, ranks with unlike calls."""
+    found = {}
+    batch = micro_batch(rank, 0, planted=[(1, 0, 3, 2)])
+    s = batch["input_ids"].shape[1]
+    batch["mask4"] = torch.ones(s, s, dtype=torch.bool).tril()[None, None].expand(ROWS, 1, s, s)
+    gradloc = GradLoc(None, quiet=True)
+    report = gradloc.explain(model, batch, with_dense_mask, objective)
+    found["dense mask"] = (report.tokens[0].rank, report.tokens[0].position, report.tokens[0].grad_norm is not None)
+    norm = (model.module if hasattr(model, "module") else model).model.norm
+    handle = norm.register_forward_hook(lambda module, args, output: Plain.apply(output))
+    found["no forward mode"] = gradloc.explain(model, batch, with_dense_mask, objective).method
+    handle.remove()
+    lonely = GradLoc(None, quiet=True, every_n_steps=1)
+    objective(lonely.watch(model, batch, logps_fn) if rank == 0 else logps_fn(model, batch), batch).backward()
+    found["unlike calls"] = lonely.check(model)
+    broken = micro_batch(rank, 0, broken=[(1, 0, 3, 3)])
+    found["nan on one rank"] = gradloc.explain(model, broken, logps_fn, objective).offender["tensor"]
+    return found
+
+
 def worker(rank, store, kind, results):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -127,7 +166,7 @@ def worker(rank, store, kind, results):
             fully_shard(layer)
         fully_shard(model)
         assert sum(type(p).__name__ == "DTensor" for p in model.parameters()) > 10
-    results[rank] = run_cases(model, [rank])
+    results[rank] = run_cases(model, [rank]) | {"odd": odd_cases(model, rank)}
     dist.destroy_process_group()
 
 
@@ -145,7 +184,7 @@ def test_two_processes_find_what_one_finds(kind, one_process, tmp_path):
         results = dict(results)
     assert set(results) == {0, 1}
     compared = 0
-    for (name, method), one in ((k, v) for k, v in one_process.items() if k != "contributions"):
+    for (name, method), one in ((k, v) for k, v in one_process.items() if k not in ("contributions", "odd")):
         two = results[0][name, method]
         assert repr(two) == repr(results[1][name, method]), (name, method)  # every rank holds the whole report
         assert two["untouched"] and results[1][name, method]["untouched"], (name, method)
@@ -173,6 +212,13 @@ def test_two_processes_find_what_one_finds(kind, one_process, tmp_path):
             {k: v["norm"] for k, v in one["layers"].items()}, rel=1e-4
         )
     assert compared == 8
+    odd = {
+        "dense mask": (1, 2, True),
+        "no forward mode": "directional: finite difference",
+        "unlike calls": None,
+        "nan on one rank": "rollout_logps",
+    }
+    assert results[0]["odd"] == results[1]["odd"] == odd
     total = results[0]["contributions"][0] + results[1]["contributions"][0]
     assert total == pytest.approx(results[0]["contributions"][1], rel=0.02)
     assert (

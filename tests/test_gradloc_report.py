@@ -607,7 +607,7 @@ def two_runs(folder):
 def test_the_index_shows_all_runs_and_repeat_offenders(tmp_path):
     two_runs(tmp_path)
     page = safe(write_index(tmp_path))
-    assert "6 gradient spike(s) in 2 run(s)" in page.words
+    assert "6 spike(s) in 2 run(s)" in page.words
     assert len([1 for tag, _ in page.found if tag == "svg"]) == 2
     dots = [(tag, a["class"]) for tag, a in page.found if tag in ("circle", "polygon")]
     assert dots == [("circle", "dot c-a1")] * 3 + [("circle", "dot c-b"), ("polygon", "dot c-n")]
@@ -643,7 +643,10 @@ def test_view_prints_a_table(tmp_path):
         and lines[3].split()[:3] == ["10", "812.4", "A.1"]
         and "83 % of the gradient norm" in lines[3]
     )
-    assert lines[-2] == "causes: A.1 3, B 1, N 1, unclassified 1" and lines[-1] == f"index: {tmp_path / 'index.html'}"
+    assert (
+        lines[-2] == "causes of the spikes: A.1 3, B 1, N 1, unclassified 1"
+        and lines[-1] == f"index: {tmp_path / 'index.html'}"
+    )
     assert any(line.split()[:3] == ["60", "nan", "N"] for line in lines)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "index.html", "second"]  # no draft is left
     one = view(tmp_path / "second" / "gradloc").splitlines()

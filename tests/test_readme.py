@@ -90,4 +90,4 @@ def test_gradloc_example_in_a_plain_loop_runs(tmp_path):
     done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("of the gradient norm is token") == 2
-    assert len(list((tmp_path / "runs/loop/gradloc").glob("spike_*.html"))) == 2
+    assert len(list((tmp_path / "runs/loop/gradloc").glob("look_*.html"))) == 2

@@ -1,5 +1,6 @@
 """Helpers of the trainer tests: small runs of the recipe and of stock TRL on the tiny model, with the same samples."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -23,6 +24,17 @@ def digits_reward(completions, solution, **kwargs):
     """A reward with spread in every group, so that no advantage is zero: share of digits among the characters."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [len(re.findall(r"\d", text)) / (1 + len(text)) for text in texts]
+
+
+def length_reward(completions, **kwargs):
+    """Spread in almost every group of a random model, whose completions rarely hold a digit."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [len(text) % 7 / 7 for text in texts]
+
+
+@functools.cache
+def tiny_rows(limit):
+    return load_math_rows("tiny", limit=limit)
 
 
 def options(folder, **changes):
@@ -56,7 +68,7 @@ def tokenizer():
 
 def make_ours(folder, rows=64, reward=digits_reward, peft_config=None, model=MODEL, **changes):
     ours = {"token_clip": "none"} | changes
-    dataset = load_math_rows("tiny", limit=rows)
+    dataset = tiny_rows(rows)
     args = GRPOTokenClipConfig(**options(folder, **ours))
     return quiet(
         GRPOTokenClipTrainer(model, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config)
@@ -78,8 +90,8 @@ def save_moe(folder):
     return str(folder)
 
 
-def make_minirl(folder, model, rows=64, reward=digits_reward, peft_config=None, trainer=MiniRLTrainer, **changes):
-    dataset = load_math_rows("tiny", limit=rows)
+def make_minirl(folder, model, rows=64, reward=length_reward, peft_config=None, trainer=MiniRLTrainer, **changes):
+    dataset = tiny_rows(rows)
     args = MiniRLConfig(**options(folder, **changes))
     return quiet(trainer(model, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config))
 
@@ -104,12 +116,10 @@ class EngineRollout:
         return {"prompt_ids": ids, "completion_ids": out.completion_ids, "logprobs": out.rollout_logps}
 
 
-def make_stock(folder, rows=64, model=MODEL, **changes):
+def make_stock(folder, rows=64, model=MODEL, reward=digits_reward, **changes):
     args = GRPOConfig(**options(folder, use_cpu=True, bf16=False, **changes))
-    dataset = load_math_rows("tiny", limit=rows)
-    return quiet(
-        GRPOTrainer(model, digits_reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout())
-    )
+    dataset = tiny_rows(rows)
+    return quiet(GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer(), rollout_func=EngineRollout()))
 
 
 def history(trainer, *names):
