@@ -26,7 +26,6 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 REPO = Path(__file__).resolve().parent
 TINY_CONFIG = REPO / "recipes" / "configs" / "tiny.yaml"
-TINY_MODELS = {"tiny": "qwen3", "tiny-moe": "qwen3_moe"}  # names for --model_name_or_path -> folders in tiny/
 
 # The twenty inherited options that matter; the rest is behind --help_all.
 COMMON_OPTIONS = {
@@ -197,12 +196,12 @@ def check_config_file(paths, config_class):
 
 
 def find_model(name, folder=None):
-    """`tiny`, `tiny-moe` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
+    """`tiny` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
     `folder`; anything else (hub id, path) unchanged."""
     if name is None:
         raise ValueError("no model: give --model_name_or_path, or a --config that names one")
-    if name in TINY_MODELS:
-        return str(REPO / "tiny" / TINY_MODELS[name])
+    if name == "tiny":
+        return str(REPO / "tiny" / "qwen3")
     if name.endswith(".gguf"):
         return unpack_gguf(Path(name), Path(folder) / "base_model")
     return str(REPO / name) if not Path(name).exists() and (REPO / name).is_dir() else name

@@ -16,8 +16,9 @@ r"""MiniRL, synchronous: importance-corrected policy gradient with a decoupled c
 Papers: MiniRL arXiv:2512.01374 (eq. 7, section 4), R3 arXiv:2510.11370, R2 = GSPO's routing replay arXiv:2507.18071.
 Which setting for which N (the paper's recommendation): N = 1 no replay; N = 2 clip and R2; N = 4 or 8 clip and R3.
 
-Smoke   accelerate launch recipes/minirl_sync.py                       tiny Qwen3-MoE, arithmetic, CPU, minutes
-Compare accelerate launch recipes/minirl_sync.py --num_minibatches 8 --routing_replay r3           (r2, none)
+Smoke   accelerate launch recipes/minirl_sync.py                       tiny Qwen3, N = 2, arithmetic, CPU, about 2 minutes
+Compare accelerate launch recipes/minirl_sync.py --num_minibatches 8          (or --no_clip, --no_is, --length_norm)
+MoE     accelerate launch recipes/minirl_sync.py --model_name_or_path YOUR_MOE --num_minibatches 4 --routing_replay r3
 Expect  held-out accuracy rises by 15 points or more
 Knobs   --num_minibatches, --routing_replay, --learning_rate, --is_cap, --epsilon, --epsilon_high
 Watch   routing/rollout_agreement below 0.9: the engines route apart, replay helps. minirl/masked_frac above 0.2: too many updates
@@ -95,7 +96,7 @@ class MiniRLTrainer(RLVRTrainer):
 
 
 def main():
-    args, model_args = parse_args(MiniRLConfig, __doc__, default=REPO / "recipes" / "configs" / "tiny_moe.yaml")
+    args, model_args = parse_args(MiniRLConfig, __doc__, default=REPO / "recipes" / "configs" / "tiny_minirl.yaml")
     with make_verifier(args) as verifier:
         with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
             clip = set() if args.no_clip else {"epsilon", "epsilon_high"}
