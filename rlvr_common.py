@@ -483,6 +483,8 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--gradloc_cooldown {self.gradloc_cooldown} must be 0 or more steps")
         if not self.gradloc_factor > 1:
             raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
+        if self.layer_clip_mode not in ("layer", "tensor"):
+            raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
         self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
         if self.gradloc_tau is not None and self.gradloc_trigger != "paper":
@@ -493,8 +495,6 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
         if not 0 <= self.layer_clip_beta < 1:
             raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
-        if self.layer_clip_mode not in ("layer", "tensor"):
-            raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:

@@ -12,6 +12,7 @@ nothing to reinforce. The noise is ours and deliberate.
 
 Smoke   accelerate launch recipes/cold_start.py --max_steps 20
 Full    accelerate launch recipes/cold_start.py                                 (about 7 minutes on 2 CPU cores)
+MoE     accelerate launch recipes/cold_start.py --architecture qwen3_moe       (1.07M parameters, 8 experts, 2 a token)
 Remake  accelerate launch recipes/cold_start.py --output_dir tiny/qwen3         (overwrites the shipped checkpoint)
 Expect  loss 6 -> below 0.1 in the first stage (held-out accuracy 73 %); at the end 37 % at temperature 1, 50 % greedy
 Watch   a loss that stalls above 1 has not learned to copy digits: more steps, or a higher learning rate

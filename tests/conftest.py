@@ -1,5 +1,6 @@
 """Shared fixtures: no network, few threads, and a trainer on the tiny model in one line."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,3 +20,7 @@ def shared_data():
     if not folder.is_dir():
         pytest.skip(f"real rows are not at {folder}")
     return folder
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # every training run ends with a collection, and what was imported need not be scanned each time

@@ -133,10 +133,10 @@ def test_only_training_forwards_are_recorded(tmp_path, monkeypatch):
     calls, check = [], GradLoc.check
 
     def counted(self, model, step=None):
-        calls.append(len(self._calls))
-        assert len(self.losses) == len(self._calls)
+        calls.append(len(self.calls))
+        assert len(self.losses) == len(self.calls)
         report = check(self, model, step)
-        assert self._calls == [] and self.losses == []
+        assert self.calls == [] and self.losses == []
         return report
 
     monkeypatch.setattr(GradLoc, "check", counted)
@@ -230,7 +230,7 @@ def test_a_broken_log_prob_of_the_engine_is_named(tmp_path):
 def test_no_page_is_overwritten(tmp_path):
     for _ in range(2):
         planted(tmp_path, gradloc="directional", gradloc_every=5, max_steps=5).train()
-    pages = sorted(p.name for p in (tmp_path / "gradloc").glob("spike_*.html"))
+    pages = sorted(p.name for p in (tmp_path / "gradloc").glob("look_*.html"))
     assert len(pages) == 2 and all("step000005" in name for name in pages)
     assert len((tmp_path / "gradloc" / "spikes.jsonl").read_text().splitlines()) == 2
 
@@ -455,9 +455,13 @@ def test_deepspeed_and_fp16_are_refused_in_one_sentence():
         ({"gradloc": "directional", "gradloc_trigger": "fixed"}, "--gradloc_trigger fixed is unknown"),
         (
             {"gradloc": "search", "gradloc_trigger": "paper"},
-            "--gradloc_trigger paper --gradloc_tau None: give the norm",
+            "--gradloc_trigger paper needs --gradloc_tau",
         ),
-        ({"gradloc_trigger": "paper", "gradloc_tau": -1.0}, "--gradloc_tau -1.0"),
+        ({"gradloc": "search", "gradloc_trigger": "paper", "gradloc_tau": -1.0}, "paper needs --gradloc_tau"),
+        ({"gradloc_every": 5}, "--gradloc_every 5 is set, but gradloc is off: add --gradloc directional"),
+        ({"layer_clip_alpha": 3.0}, "--layer_clip_alpha 3.0 is set, but layer_clip is off: add --layer_clip"),
+        ({"gradloc": "search", "gradloc_tau": 640.0}, "--gradloc_tau 640.0 is read by --gradloc_trigger paper only"),
+        ({"gradloc": "search", "gradloc_factor": 1.0}, "--gradloc_factor 1.0 must be above 1"),
         ({"gradloc_every": -1}, "--gradloc_every -1"),
         ({"gradloc_cooldown": -1}, "--gradloc_cooldown -1"),
         ({"layer_clip_alpha": 1.0}, "--layer_clip_alpha 1.0"),

@@ -38,14 +38,17 @@ def test_commands_name_files_and_options_that_exist():
     from trl import ModelConfig
 
     from grpo_tokenclip import GRPOTokenClipConfig
+    from minirl_sync import MiniRLConfig
 
     for path in re.findall(r"(?:launch|python) (?:--\S+ \S+ )*((?:recipes|results)/\S+\.py)", README):
         assert (REPO / path).is_file(), path
     for path in re.findall(r"recipes/configs/[\w/]+\.yaml", README):
         assert (REPO / path).is_file(), path
-    known = set(GRPOTokenClipConfig.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
-    for line in re.findall(r"recipes/grpo_tokenclip\.py (.*)", README):
-        for option in re.findall(r"--(\w+)", line.split("#")[0]):
+    for recipe, config in (("grpo_tokenclip", GRPOTokenClipConfig), ("minirl_sync", MiniRLConfig)):
+        known = set(config.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
+        lines = re.findall(rf"recipes/{recipe}\.py (.*)", README.replace("\\\n", " "))
+        assert lines
+        for option in (option for line in lines for option in re.findall(r"--(\w+)", line.split("#")[0])):
             assert option in known | {"config"}, option
 
 
