@@ -1153,7 +1153,8 @@ def run(trainer, held_out=None):
     trainer.save_model(str(final))
     if trainer.accelerator.is_main_process:
         _close(report, trainer, before, after, final)
-    trainer.accelerator.end_training()  # joins the communication threads: an exit under them can abort the process
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # trackers, process group
 
 
 def _close(report, trainer, before, after, final):

@@ -5,6 +5,7 @@ DDP, a batch that does not hold whole groups) into one sentence at start.
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import math
@@ -400,6 +401,17 @@ def batch_line(config):
         f"{world_size()} process(es) x {config.per_device_train_batch_size} per device x "
         f"{config.gradient_accumulation_steps} accumulation; {updates} update(s) a sampling"
     )
+
+
+def leave():
+    """Last call of a recipe's main. With several processes it ends this one without Python's finalisation: there a
+    communication thread that asks for the interpreter aborts the process (seen in one of a dozen two-process runs), and
+    the launcher then calls a finished run failed. What is registered to happen at exit (trackers flush there) happens."""
+    if world_size() > 1:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 # --- what the launcher was asked for ----------------------------------------------------------------------------------

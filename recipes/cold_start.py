@@ -42,6 +42,7 @@ from trl import SFTConfig, SFTTrainer, TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from gradloc import GradLoc  # noqa: E402
+from rlvr_launch import leave  # noqa: E402
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -277,8 +278,14 @@ def main():
         rows = make_dataset(args, 2, first_seed=args.copies, lazy=args.lazy, slip=args.slip)
         trainer = train(trainer.model, lazy_args, rows, tokenizer)
     trainer.accelerator.wait_for_everyone()
-    if not trainer.accelerator.is_main_process:
-        return
+    if trainer.accelerator.is_main_process:
+        save_and_report(trainer, args, tokenizer)
+    trainer.accelerator.wait_for_everyone()
+    leave()
+
+
+def save_and_report(trainer, args, tokenizer):
+    """Write the checkpoint and print its held-out accuracy."""
     model = trainer.accelerator.unwrap_model(trainer.model).float()
     model.config.use_cache = True  # off in training
     if args.architecture == "qwen3_moe":

@@ -50,7 +50,7 @@ from rlvr_common import (  # noqa: E402
     unbiased_kl,
     weighted_logp_loss,
 )
-from rlvr_launch import one_sentence, parse_args  # noqa: E402
+from rlvr_launch import leave, one_sentence, parse_args  # noqa: E402
 
 
 @dataclass
@@ -142,6 +142,7 @@ def main():
                 peft_config=get_peft_config(model_args),
             )
         run(trainer, held_out)
+    leave()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from rlvr_common import (  # noqa: E402
     refuse_unused,
     run,
 )
-from rlvr_launch import REPO, one_sentence, parse_args  # noqa: E402
+from rlvr_launch import REPO, leave, one_sentence, parse_args  # noqa: E402
 
 
 @dataclass
@@ -112,6 +112,7 @@ def main():
                 peft_config=get_peft_config(model_args),
             )
         run(trainer, held_out)
+    leave()
 
 
 if __name__ == "__main__":
