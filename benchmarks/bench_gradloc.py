@@ -234,7 +234,7 @@ class Work:
         for _ in range(repeats):
             self.model.zero_grad()
             watch, logps = timed(lambda: gradloc.watch(self.model, self.normal, inside))
-            call = gradloc._calls[-1]
+            call = gradloc.calls[-1]
             self.loss(logps, self.normal).backward()
             weight = call.weights.pop("logps")
             hook, _ = timed(lambda: call._arrived("logps", weight))  # noqa: B023
