@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from test_gradloc import Plain
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gradloc import GradLoc, LayerClip, token_contributions
@@ -109,18 +110,6 @@ def run_cases(model, ranks):
     part = token_contributions(model, batch, logps_fn, objective)
     results["contributions"] = (float(part.values.sum()), part.grad_norm, part.certificate)
     return results
-
-
-class Plain(torch.autograd.Function):
-    """An operation without a forward derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def with_dense_mask(model, batch):
