@@ -506,7 +506,7 @@ class AsyncTrainer(RLVRTrainer):
     def _make_engine(self):
         args = self.args
         if args.engine == "vllm":
-            engine = super()._make_engine()
+            engine = self._make_vllm_engine(args.on_push)
         else:
             threads = torch.get_num_threads()
             if args.max_staleness and self.accelerator.device.type == "cpu" and threads > 1:

@@ -52,6 +52,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_shape,
 )
 from verifier import MathVerifier
+from vllm_engine import VLLMEngine
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
 
@@ -394,7 +395,16 @@ class RLVRConfig(GRPOConfig):
     )
     # rollouts
     engine: str = field(
-        default="transformers", metadata={"help": "what samples: transformers (built in) | vllm (a server)"}
+        default="transformers",
+        metadata={"help": "what samples: transformers (built in) | vllm (a server, see --vllm_server_base_url)"},
+    )
+    vllm_transfer: str = field(
+        default="disk", metadata={"help": "how weights reach the server: disk (a folder both see) | nccl (GPUs)"}
+    )
+    vllm_concurrency: int = field(default=32, metadata={"help": "requests to the server under way at once"})
+    vllm_timeout_s: float = field(default=600.0, metadata={"help": "of one request, its generation included"})
+    vllm_restart_s: float = field(
+        default=300.0, metadata={"help": "how long a server that died is waited for, seconds"}
     )
     rollout_dtype: str = field(
         default="float32",
@@ -462,8 +472,19 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
             raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
-        if self.engine not in ("transformers",):
-            raise ValueError(f"--engine {self.engine} is unknown: use transformers")
+        if self.engine not in ("transformers", "vllm"):
+            raise ValueError(f"--engine {self.engine} is unknown: use transformers or vllm")
+        if self.vllm_transfer not in ("disk", "nccl"):
+            raise ValueError(f"--vllm_transfer {self.vllm_transfer} is unknown: use disk or nccl")
+        if self.vllm_concurrency < 1:
+            raise ValueError(f"--vllm_concurrency {self.vllm_concurrency} must be at least 1")
+        if self.engine == "vllm" and self.use_vllm:
+            raise ValueError("--engine vllm and --use_vllm are two ways to a vLLM server, ours and TRL's: give one")
+        if self.engine == "vllm" and self.rollout_dtype != "float32":
+            raise ValueError(
+                f"--rollout_dtype {self.rollout_dtype} is the built-in engine's precision, a server has its own: with --engine vllm "
+                "give --rollout_dtype float32 and start the server with the --dtype you want"
+            )
         if self.rollout_dtype not in ("float32", "bfloat16", "fp8", "int8"):
             raise ValueError(f"--rollout_dtype {self.rollout_dtype} is unknown: use float32, bfloat16, fp8 or int8")
         if not self.temperature > 0:
@@ -604,6 +625,8 @@ class RLVRTrainer(GRPOTrainer):
 
     def _make_engine(self):
         """The rollout engine that the flags describe, filled with the initial weights."""
+        if self.args.engine == "vllm":
+            return self._make_vllm_engine("finish")
         return TransformersEngine(
             self.accelerator.unwrap_model(self.model),
             self.eos_token_ids,
@@ -612,6 +635,25 @@ class RLVRTrainer(GRPOTrainer):
             seed=self.args.seed,
             device=self.accelerator.device,
             record_routes=self.routing is not None,
+        )
+
+    def _make_vllm_engine(self, on_push):
+        args = self.args
+        if self.is_deepspeed_enabled:
+            raise ValueError("--engine vllm under DeepSpeed is not tested: use DDP or FSDP2")
+        return VLLMEngine(
+            self.model,
+            args.vllm_server_base_url or f"http://127.0.0.1:{args.vllm_server_port}",
+            self.eos_token_ids,
+            Path(args.output_dir) / "pushed",
+            transfer=args.vllm_transfer,
+            seed=args.seed,
+            concurrency=args.vllm_concurrency,
+            needs_routes=args.routing_replay == "r3",
+            on_push=on_push,
+            pushes=self.accelerator.is_main_process,
+            timeout_s=args.vllm_timeout_s,
+            restart_s=args.vllm_restart_s,
         )
 
     def close(self):

@@ -255,6 +255,22 @@ def copy_weights(model: nn.Module) -> Weights:
     return Weights(sources, _plain_class(base), base.config)
 
 
+def fingerprint_of(sources: Iterable[_Source]) -> str:
+    """What `TransformersEngine.push_weights` returns for these weights, without an engine. Tied weights count once."""
+    seen, described, sums = set(), [], []
+    for source in sources:
+        if source.key not in seen:
+            seen.add(source.key)
+            with source.gathered() as whole:
+                described.append((source.name, tuple(whole.shape), str(whole.dtype)))
+                sums.append(_checksums(whole).cpu())
+    return _digest(described, sums)
+
+
+def _digest(described: list[tuple], sums: list[torch.Tensor]) -> str:
+    return hashlib.sha256(repr((described, torch.stack(sums).tolist())).encode()).hexdigest()
+
+
 def _settled_sources(base: nn.Module) -> list[_Source]:
     for module in base.modules():
         if isinstance(module, FSDPModule):
@@ -447,8 +463,7 @@ class TransformersEngine:
                 described.append((source.name, tuple(whole.shape), str(whole.dtype)))
                 sums.append(_checksums(whole).to(self.device))
                 target.copy_(self._rounded(whole.to(self.device), target))
-        numbers = torch.stack(sums).tolist()
-        self.fingerprint = hashlib.sha256(repr((described, numbers)).encode()).hexdigest()
+        self.fingerprint = _digest(described, sums)
         self.version = int(version)
         self._lacks_weights = False
         return self.fingerprint
