@@ -66,7 +66,7 @@ class Group:
         return min(self.rollout.version)
 
     def state_dict(self) -> dict[str, Any]:
-        return vars(self) | {"rollout": vars(self.rollout)}
+        return vars(self) | {"rollout": vars(self.rollout).copy()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
@@ -420,6 +420,83 @@ class AsyncEngine:
                 thread.join()
 
 
+class Ahead:
+    """Asks for groups ahead of their use and takes them within the bound: the schedule of one rank.
+
+    draw           i -> the i-th group of this rank's data order, not sampled yet
+    per_sampling   groups of one sampling
+    ahead          samplings that are asked for before the one in turn is used, A
+    max_staleness  S; what is older is sampled again where `recycle`, else dropped, and counted in `stale`
+    sampling       max_new_tokens and the other arguments of `generate`
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        draw: Callable[[int], Group],
+        per_sampling: int,
+        ahead: int,
+        max_staleness: int,
+        recycle: bool = True,
+        rank: int = 0,
+        world: int = 1,
+        **sampling: Any,
+    ):
+        self.engine, self.draw, self.sampling = engine, draw, sampling
+        self.per_sampling, self.ahead, self.max_staleness, self.recycle = per_sampling, ahead, max_staleness, recycle
+        self.rank, self.world = rank, world
+        self.cursor = self.recycled = self.stale = 0
+        self.again: deque[Group] = deque()
+
+    def ask(self, taken: int = 0) -> None:
+        """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""
+        wanted = (self.ahead + 1) * self.per_sampling - taken
+        # In order a sampling is one call, as the synchronous recipe makes it; else each group may finish by itself.
+        at_once = self.per_sampling if self.engine.buffer.take_as == "in_order" else 1
+        while (missing := wanted - len(self.engine.buffer)) > 0:
+            self.engine.ask([self._next() for _ in range(min(missing, at_once))], **self.sampling)
+
+    def _next(self) -> Group:
+        if not self.again:
+            self.cursor += 1
+            return self.draw(self.cursor - 1)
+        old = self.again.popleft()
+        size = len(old.sequence_ids)
+        first = RECYCLED_STREAM + (self.recycled * self.world + self.rank) * size
+        self.recycled += 1
+        return Group(old.row, old.prompt_ids, list(range(first, first + size)))
+
+    def take(self, now: int) -> list[Group]:
+        """Waits for the groups of one sampling, used by weights of version `now`; replaces those that are stale."""
+        taken: list[Group] = []
+        while len(taken) < self.per_sampling:
+            fresh, old = self.engine.buffer.take(self.per_sampling - len(taken), now, self.max_staleness)
+            taken += fresh
+            self.stale += len(old)
+            if self.recycle:
+                self.again += old
+            self.ask(len(taken))
+        self.engine.forget(before=now - self.max_staleness - 1)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was asked for, finished: what is under way would be sampled by weights that are gone."""
+        return {
+            "groups": [group.state_dict() for group in self.engine.buffer.drained()],
+            "again": [group.state_dict() for group in self.again],
+            "cursor": self.cursor,
+            "recycled": self.recycled,
+            "stale": self.stale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups = [Group.from_state(group) for group in state["groups"]]
+        self.engine.buffer.ask(groups)
+        self.engine.buffer.finish(groups)
+        self.again = deque(Group.from_state(group) for group in state["again"])
+        self.cursor, self.recycled, self.stale = state["cursor"], state["recycled"], state["stale"]
+
+
 # ---------------------------------------------------------------- the trainer
 
 
@@ -492,13 +569,26 @@ class AsyncTrainer(RLVRTrainer):
         self.timeline = Timeline()
         super().__init__(*args, **kwargs)
         self._mark = time.monotonic()  # where the trainer's last span ended
-        self._cursor = 0  # groups of this rank's stream that were asked for
-        self._again: deque[dict] = deque()  # rows whose groups went stale
-        self._recycled = 0  # groups that were sampled again
-        self._stale = 0  # groups that were too old to be used
         self._sampled_version = None  # of the last sampling that was used
         self._taken: list[Group] | None = None  # the groups of this sampling, while they become a batch
         self._since = self._mark  # where the last sampling was complete
+        args, accelerator = self.args, self.accelerator
+        self.ahead = Ahead(
+            self.engine,
+            self._draw,
+            self._groups_per_sampling,
+            args.max_staleness // args.updates_per_sampling,
+            args.max_staleness,
+            args.stale_groups == "recycle",
+            accelerator.process_index,
+            accelerator.num_processes,
+            max_new_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or 0.0,
+            batch_size=args.rollout_batch_size,
+        )
         self.add_callback(_Marks(self))
 
     # engine -----------------------------------------------------------------------------------------------------------
@@ -535,62 +625,30 @@ class AsyncTrainer(RLVRTrainer):
     def _groups_per_sampling(self):
         return self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
 
-    def _next_group(self):
-        """The next group of this rank: a stale one's prompt again, or the next prompt of the data order."""
+    def _draw(self, cursor):
+        """The cursor-th group of this rank in the data order of all ranks."""
         size, rank, world = self.num_generations, self.accelerator.process_index, self.accelerator.num_processes
-        if self._again:
-            row, first = self._again.popleft(), RECYCLED_STREAM + (self._recycled * world + rank) * size
-            self._recycled += 1
-        else:
-            sampling, place = divmod(self._cursor, self._groups_per_sampling)
-            place += rank * self._groups_per_sampling
-            row = self.train_dataset[self._sampler.prompts_of(sampling)[place]]
-            first = (sampling * world * self._groups_per_sampling + place) * size
-            self._cursor += 1
-        prompt_ids = self._tokenize_prompts([row["prompt"]])[0][0]
-        return Group(row, prompt_ids, list(range(first, first + size)))
-
-    def _ask_ahead(self, taken=0):
-        """Ask for groups until the buffer holds those of this sampling, less `taken`, and of the ones ahead of it."""
-        args, a_sampling = self.args, self._groups_per_sampling
-        wanted = (args.max_staleness // args.updates_per_sampling + 1) * a_sampling - taken
-        at_once = a_sampling if args.take == "in_order" else 1
-        while (missing := wanted - len(self.engine.buffer)) > 0:
-            self.engine.ask(
-                [self._next_group() for _ in range(min(missing, at_once))],
-                self.max_completion_length,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p or 0.0,
-                batch_size=args.rollout_batch_size,
-            )
+        sampling, place = divmod(cursor, self._groups_per_sampling)
+        place += rank * self._groups_per_sampling
+        row = self.train_dataset[self._sampler.prompts_of(sampling)[place]]
+        first = (sampling * world * self._groups_per_sampling + place) * size
+        return Group(row, self._tokenize_prompts([row["prompt"]])[0][0], list(range(first, first + size)))
 
     def _take(self):
-        """The groups of one sampling, none of them staler than the bound."""
-        needed, now, taken, stale = self._groups_per_sampling, self.state.global_step, [], 0
-        metrics = self._metrics["train"]
-        self.timeline.fill.append(
-            (time.monotonic() - self.timeline.start, self.engine.buffer.finished(), len(self.engine.buffer))
-        )
-        metrics["async/buffer_groups"].append(float(self.engine.buffer.finished()))
-        while len(taken) < needed:
-            fresh, old = self.engine.buffer.take(needed - len(taken), now, self.args.max_staleness)
-            taken += fresh
-            stale += len(old)
-            if self.args.stale_groups == "recycle":
-                self._again += [group.row for group in old]
-            self._ask_ahead(len(taken))
-        for group in taken:
+        """The groups of one sampling, and what is worth knowing about them."""
+        now, buffer, stale = self.state.global_step, self.engine.buffer, self.ahead.stale
+        finished, asked = buffer.finished(), len(buffer)
+        groups = self.ahead.take(now)
+        for group in groups:
             if is_stale(group.version, now, self.args.max_staleness):
                 raise RuntimeError(
-                    f"a group of version {group.version} was taken at {now}: beyond --max_staleness {self.args.max_staleness}"
+                    f"a group of version {group.version} came to version {now}, beyond --max_staleness {self.args.max_staleness}"
                 )
             self.timeline.staleness[now - group.version] += 1
-        self._stale += stale
-        metrics["async/stale_groups"].append(float(stale))
-        self.engine.forget(before=now - self.args.max_staleness - 1)
-        return taken
+        self.timeline.fill.append((time.monotonic() - self.timeline.start, finished, asked))
+        self._metrics["train"]["async/buffer_groups"].append(float(finished))
+        self._metrics["train"]["async/stale_groups"].append(float(self.ahead.stale - stale))
+        return groups
 
     # using ------------------------------------------------------------------------------------------------------------
 
@@ -599,12 +657,12 @@ class AsyncTrainer(RLVRTrainer):
             return super()._generate_and_score_completions(inputs)
         started = self._mark
         self.sync_engine()
-        self._ask_ahead()
+        self.ahead.ask()
         asked = self.timeline.add("copying", started)
         self._taken = self._take()
         taken = self.timeline.add("waiting", asked)
         rows = [dict(group.row) for group in self._taken for _ in group.sequence_ids]
-        if self.args.take == "in_order" and not self._stale and rows != inputs:
+        if self.args.take == "in_order" and not self.ahead.stale and rows != inputs:
             raise RuntimeError("the rows sampled ahead are not those of the data order: the sampler has changed")
         output = super()._generate_and_score_completions(rows)
         rollout, self._taken = join(self._taken), None
@@ -648,23 +706,11 @@ class AsyncTrainer(RLVRTrainer):
     # resume -----------------------------------------------------------------------------------------------------------
 
     def _ahead_state(self):
-        """Everything that was asked for, finished: what is under way would be sampled by weights that are gone."""
-        return {
-            "groups": [group.state_dict() for group in self.engine.buffer.drained()],
-            "cursor": self._cursor,
-            "again": list(self._again),
-            "recycled": self._recycled,
-            "stale": self._stale,
-            "sampled_version": self._sampled_version,
-        }
+        return self.ahead.state_dict() | {"sampled_version": self._sampled_version}
 
     def _load_ahead_state(self, state):
-        groups = [Group.from_state(group) for group in state["groups"]]
-        self.engine.buffer.ask(groups)
-        self.engine.buffer.finish(groups)
-        self._cursor, self._again = state["cursor"], deque(state["again"])
-        self._recycled, self._stale = state["recycled"], state["stale"]
-        self._sampled_version = state["sampled_version"]
+        self._sampled_version = state.pop("sampled_version")
+        self.ahead.load_state_dict(state)
 
     def closing_rows(self):
         path = Path(self.args.output_dir) / "timeline.png"

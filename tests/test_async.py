@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import threading
-from collections import defaultdict, deque
 from contextlib import closing
 from multiprocessing.connection import Pipe
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 from test_minirl import load, logged, planted_batch
 
 import async_rollout
-from async_rollout import AsyncEngine, AsyncTrainer, Buffer, Group, Timeline, is_stale, join, split
+from async_rollout import Ahead, AsyncEngine, AsyncTrainer, Buffer, Group, Timeline, is_stale, join, split
 from engine_process import EngineProcess, _Worker, receive_weights, send_weights
 from minirl_async_r3 import MiniRLAsyncConfig, MiniRLAsyncTrainer
 from minirl_sync import MiniRLTrainer
@@ -226,46 +225,34 @@ def test_close_ends_threads_in_mid_generation():
         engine.ask([a_group()], 4)
 
 
-def a_trainer(inner, args, **changes):
-    """AsyncTrainer's bookkeeping without a model."""
-    trainer = AsyncTrainer.__new__(AsyncTrainer)
-    settings = {
-        "take": "in_order", "stale_groups": "recycle", "max_staleness": 2, "updates_per_sampling": 1,
-        "per_device_train_batch_size": 8, "steps_per_generation": 1, "rollout_batch_size": None,
-    } | args  # fmt: skip
-    trainer.args = SimpleNamespace(**settings)
-    trainer.timeline, trainer.num_generations, trainer.max_completion_length = Timeline(), 2, 4
-    trainer.temperature, trainer.top_k, trainer.top_p, trainer.min_p = 1.0, 0, 1.0, None
-    trainer._cursor = trainer._recycled = trainer._stale = 0
-    trainer._again, trainer._metrics = deque(), {"train": defaultdict(list)}
-    trainer.accelerator = SimpleNamespace(process_index=changes.get("rank", 0), num_processes=changes.get("world", 1))
-    trainer.state = SimpleNamespace(global_step=0)
-    trainer.train_dataset = [{"prompt": i} for i in range(4000)]
-    trainer._sampler = SimpleNamespace(prompts_of=lambda k: list(range(4 * k, 4 * k + 4 * changes.get("world", 1))))
-    trainer._tokenize_prompts = lambda prompts: ([[p] for p in prompts], None, None)
-    workers = settings.get("workers", 1)
-    trainer.engine = AsyncEngine(inner, Buffer(settings["take"]), workers=workers, timeline=trainer.timeline)
-    return trainer
+def a_schedule(inner, bound=2, updates=1, take="in_order", recycle=True, workers=1, **changes):
+    """Four groups of two a sampling; group i is prompt i with streams 2 i and 2 i + 1."""
+    engine = AsyncEngine(inner, Buffer(take), workers=workers)
+
+    def draw(cursor):
+        return Group({"prompt": cursor}, [cursor], [2 * cursor, 2 * cursor + 1])
+
+    return Ahead(engine, draw, 4, bound // updates, bound, recycle, max_new_tokens=4, **changes)
 
 
-def consume(trainer):
-    trainer.engine.push_weights("weights", trainer.state.global_step)
-    trainer._ask_ahead()
-    return trainer._take()
+def consume(schedule, now):
+    schedule.engine.push_weights("weights", now)
+    schedule.ask()
+    return schedule.take(now)
 
 
 @pytest.mark.parametrize(
     ("bound", "updates", "ahead"), [(0, 1, 0), (1, 1, 1), (4, 1, 4), (4, 2, 2), (5, 2, 2), (2, 2, 1)]
 )
 def test_sampling_k_comes_from_the_version_of_consumption_k_minus_a(bound, updates, ahead):
-    with closing(a_trainer(FakeEngine(), {"max_staleness": bound, "updates_per_sampling": updates})) as trainer:
+    schedule = a_schedule(FakeEngine(), bound, updates)
+    with closing(schedule.engine):
         for k in range(8):
-            trainer.state.global_step = k * updates
-            groups = consume(trainer)
+            groups = consume(schedule, k * updates)
             assert [group.row["prompt"] for group in groups] == [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]
             assert {group.version for group in groups} == {max(0, k - ahead) * updates}
             assert [i for group in groups for i in group.sequence_ids] == list(range(8 * k, 8 * k + 8))
-            assert len(trainer.engine.buffer) == 4 * ahead
+            assert len(schedule.engine.buffer) == 4 * ahead
 
 
 class Late(FakeEngine):
@@ -283,42 +270,79 @@ class Late(FakeEngine):
         return answer
 
 
-@pytest.mark.parametrize("stale_groups", ["drop", "recycle"])
-def test_a_thousand_updates_never_pass_the_bound(stale_groups):
-    """Free-running: four workers, groups used as they finish, one or two updates a sampling taken at random."""
-    steps, pick = 1000, random.Random(1)
-    args = {"take": "as_finished", "workers": 4, "stale_groups": stale_groups, "max_staleness": 2}
-    used, largest = [], 0
-    with closing(a_trainer(Late(0), args)) as trainer:
-        while trainer.state.global_step < steps:
-            groups = consume(trainer)
-            assert len(groups) == 4
-            assert all(0 <= trainer.state.global_step - group.version <= 2 for group in groups)
+@pytest.mark.parametrize("recycle", [True, False])
+def test_a_thousand_updates_never_pass_the_bound(recycle):
+    """Free-running: four workers, groups used as they finish, one to four updates a sampling taken at random."""
+    pick, used, largest, now = random.Random(1), [], 0, 0
+    schedule = a_schedule(Late(0), 2, take="as_finished", recycle=recycle, workers=4)
+    with closing(schedule.engine):
+        while now < 1000:
+            groups = consume(schedule, now)
+            assert len(groups) == 4 and all(0 <= now - group.version <= 2 for group in groups)
             used += [(group.row["prompt"], tuple(group.sequence_ids)) for group in groups]
-            largest = max(largest, len(trainer.engine.buffer))
-            trainer.state.global_step += pick.choice([1, 1, 2, 4])
-        assert largest <= 3 * 4  # this sampling and two ahead
-        stale = trainer._stale
-        assert sum(trainer._metrics["train"]["async/stale_groups"]) == stale > 10
-        assert trainer.timeline.spans.maxlen >= len(trainer.timeline.spans) and len(trainer.engine._fingerprints) < 20
+            largest = max(largest, len(schedule.engine.buffer))
+            now += pick.choice([1, 1, 2, 4])
+    assert largest <= 2 * 4 and schedule.stale > 10 and len(schedule.engine._fingerprints) < 10
     assert len({ids for _, ids in used}) == len(used)  # no sample is used twice
     prompts = [prompt for prompt, _ in used]
-    assert len(set(prompts)) == len(prompts)  # and no prompt, within an epoch
+    assert len(set(prompts)) == len(prompts)  # and no prompt either
     missing = set(range(max(prompts) + 1)) - set(prompts)
-    if stale_groups == "recycle":
-        assert len(missing) <= 16 + 4 and trainer._recycled > 0  # those in the buffer, and the last ones to come back
+    if recycle:
+        assert len(missing) <= 3 * 4 and schedule.recycled > 0  # they are in the buffer or about to come back
     else:
-        assert len(missing) >= stale and trainer._recycled == 0
+        assert len(missing) >= schedule.stale - 3 * 4 and schedule.recycled == 0
 
 
-def test_two_ranks_share_the_stream_of_one(tmp_path):
-    """Rank r takes its part of each global sampling: rows and random streams are those of one process."""
-    seen = []
+def test_stale_groups_are_asked_for_again_with_streams_of_their_own():
+    """In order: three samplings were made by version 0, then training jumps ahead."""
+    streams = []
     for rank in range(2):
-        with closing(a_trainer(FakeEngine(), {}, rank=rank, world=2)) as trainer:
-            groups = consume(trainer)
-            seen += [(group.row["prompt"], group.sequence_ids) for group in groups]
-    assert seen == [(i, [2 * i, 2 * i + 1]) for i in range(8)]
+        schedule = a_schedule(FakeEngine(), 2, rank=rank, world=2)
+        with closing(schedule.engine):
+            consume(schedule, 0)
+            groups = consume(schedule, 3)  # the two samplings ahead have version 0
+            assert schedule.stale == 8 and {group.version for group in groups} == {3}
+            # what was asked for at version 3 comes first, then the prompts that were given up
+            assert [group.row["prompt"] for group in groups] == [12, 13, 14, 15]
+            later = consume(schedule, 4) + consume(schedule, 5)
+            assert [group.row["prompt"] for group in later] == list(range(4, 12))
+            streams += [i for group in later for i in group.sequence_ids]
+    assert len(set(streams)) == len(streams) == 32 and min(streams) >= async_rollout.RECYCLED_STREAM
+
+
+def test_a_schedule_is_saved_with_everything_that_was_asked_for():
+    whole, fresh = a_schedule(Late(0), 2), a_schedule(FakeEngine(), 2)
+    with closing(whole.engine), closing(fresh.engine):
+        consume(whole, 0)
+        consume(whole, 4)  # stale ones are on their way again
+        state = whole.state_dict()
+        assert len(state["groups"]) == len(whole.engine.buffer) == 8
+        fresh.load_state_dict(state)
+        for now in (5, 6, 7):
+            a, b = consume(whole, now), consume(fresh, now)
+            assert [(g.row, g.sequence_ids, g.rollout) for g in a] == [(g.row, g.sequence_ids, g.rollout) for g in b]
+        assert fresh.recycled == whole.recycled and fresh.cursor == whole.cursor
+
+
+def test_two_ranks_share_the_stream_of_one():
+    """Rank r takes its part of each global sampling: rows and random streams are those of one process."""
+
+    def drawn(rank, world, cursors):
+        per_sampling = 8 // world
+        trainer = SimpleNamespace(
+            num_generations=2, accelerator=SimpleNamespace(process_index=rank, num_processes=world),
+            _groups_per_sampling=per_sampling, train_dataset=[{"prompt": 100 + i} for i in range(40)],
+            _sampler=SimpleNamespace(prompts_of=lambda k: list(range(39 - 8 * k, 31 - 8 * k, -1))),
+            _tokenize_prompts=lambda prompts: ([[p] for p in prompts], None, None),
+        )  # fmt: skip
+        groups = [AsyncTrainer._draw(trainer, cursor) for cursor in cursors]
+        return [(group.row["prompt"], group.prompt_ids, group.sequence_ids) for group in groups]
+
+    one, two = drawn(0, 1, range(24)), [drawn(rank, 2, range(12)) for rank in range(2)]
+    assert one[9] == (130, [130], [18, 19])
+    for sampling in range(3):
+        a, b = (ranks[4 * sampling : 4 * sampling + 4] for ranks in two)
+        assert a + b == one[8 * sampling : 8 * sampling + 8]
 
 
 # --- an engine in a process of its own --------------------------------------------------------------------------------
@@ -548,8 +572,8 @@ def test_a_lower_bound_after_a_resume_samples_stale_groups_again(moe, tmp_path):
     ) as rest:
         rest.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert all(step - int(x["version"].min()) <= 1 for step, x in rest.seen) and len(rest.seen) == 3
-    assert rest._stale > 0 and rest._recycled == rest._stale
-    assert sum(r["async/stale_groups"] for r in logged(rest)[3:]) == rest._stale
+    assert rest.ahead.stale > 0 and rest.ahead.recycled == rest.ahead.stale
+    assert sum(r["async/stale_groups"] for r in logged(rest)[3:]) == rest.ahead.stale
 
 
 def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, monkeypatch):
