@@ -3,14 +3,19 @@
 import math
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from multiprocessing.connection import Pipe
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_minirl import load, logged, planted_batch
 
 import async_rollout
@@ -18,8 +23,9 @@ from async_rollout import Ahead, AsyncEngine, AsyncTrainer, Buffer, Group, Timel
 from engine_process import EngineProcess, _Worker, receive_weights, send_weights
 from minirl_async_r3 import MiniRLAsyncConfig, MiniRLAsyncTrainer
 from minirl_sync import MiniRLTrainer
+from rlvr_report import read_metrics
 from rollout import Rollout, TransformersEngine, copy_weights
-from training import MODEL, equal, make_async, make_minirl, options, save_moe, weights
+from training import MODEL, REPO, equal, make_async, make_minirl, options, save_moe, weights
 
 FP8 = {"rollout_dtype": "fp8"}
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
@@ -535,6 +541,11 @@ def test_samples_come_from_the_weights_that_the_schedule_names(moe, tmp_path):
     assert [r.get("rollout/weights_changed") for r in records] == [None, None, None, 1, 1]
     assert all(r["async/stale_groups"] == 0 for r in records) and records[-1]["omega/max"] > 1.001
     assert trainer.timeline.staleness == {0: 2, 1: 2, 2: 6}
+    glossary = set(
+        re.findall(r"`([\w./]+)`", (REPO / "README.md").read_text().split("## Metrics")[1].split("\n## ")[0])
+    )
+    names = {re.sub(r"/(min|p01|p50|p99|max)$", "/...", name) for name in records[-1] if name.startswith("async/")}
+    assert names and names <= glossary
 
 
 def test_a_full_buffer_is_resumed_bit_for_bit(moe, tmp_path):
@@ -647,6 +658,42 @@ def test_the_data_order_of_the_sampler_is_that_of_prompts_of(moe, tmp_path):
             for place, chunk in enumerate(chunks):
                 assert chunk[:16:4] == sampler.prompts_of(2 * epoch + place)
     assert len({tuple(sampler.prompts_of(k)) for k in range(6)}) > 3
+
+
+LAUNCH = [
+    "--max_steps=4", "--num_generations=4", "--max_completion_length=12", "--eval_problems=4", "--eval_samples=2", "--optim=sgd",
+    "--learning_rate=0.05", "--max_grad_norm=0.0", "--lr_scheduler_type=constant", "--warmup_steps=0", "--rollout_dtype=float32",
+    "--max_staleness=2", "--gradloc=off", "--save_steps=2", "--eval_every=2",
+]  # fmt: skip
+
+
+def launch(processes, folder, *more):
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = command if processes > 1 else [sys.executable]
+    command += [str(REPO / "recipes/minirl_async_r3.py"), *LAUNCH, f"--output_dir={folder}", *more]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return read_metrics(folder / "metrics.jsonl"), load_file(folder / "final" / "model.safetensors"), done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_resume_bit_for_bit(tmp_path):
+    one, two = (launch(n, tmp_path / str(n), f"--per_device_train_batch_size={16 // n}") for n in (1, 2))
+    for a, b in zip(one[0], two[0], strict=True):
+        for name in ("loss", "grad_norm", "reward", "omega/p50", "async/staleness/max", "eval/accuracy"):
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=1e-5, rel=1e-4), (a["step"], name)
+    assert max((one[1][k] - two[1][k]).abs().max().item() for k in one[1]) < 1e-5
+    assert [r["async/staleness/max"] for r in two[0] if "async/staleness/max" in r] == [0, 1, 2, 2]
+    for folder in ("1", "2"):
+        assert (tmp_path / folder / "timeline.png").exists()
+    assert "timeline" in two[2] and "the trainer waited" in two[2]
+    checkpoint = f"--resume_from_checkpoint={tmp_path}/2/checkpoint-2"
+    again = launch(2, tmp_path / "again", "--per_device_train_batch_size=8", checkpoint)
+    assert all(torch.equal(two[1][k], again[1][k]) for k in two[1])
+    left = [p for p in psutil.process_iter(["cmdline"]) if "engine_process.py" in " ".join(p.info["cmdline"] or [])]
+    assert not [p for p in left if str(REPO) in " ".join(p.info["cmdline"])]
 
 
 # --- what a run shows -------------------------------------------------------------------------------------------------
