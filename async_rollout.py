@@ -326,15 +326,12 @@ class AsyncEngine:
         done, answer = threading.Event(), []
 
         def job():
-            try:
-                answer.append(self.engine.generate(prompt_ids, max_new_tokens, **options))
-            finally:
-                done.set()
+            answer.append(self.engine.generate(prompt_ids, max_new_tokens, **options))
+            done.set()
 
         self._put(job)
-        while not done.wait(1.0):
+        while not done.wait(0.1):
             self._raise()
-        self._raise()
         return answer[0]
 
     # ---- ahead of time
@@ -724,10 +721,11 @@ class _Marks(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._since = time.monotonic()
+
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._mark = time.monotonic()  # evaluation and checkpoints lie between updates
-        if state.global_step == 0:
-            self.trainer._since = self.trainer._mark
 
     def on_step_end(self, args, state, control, **kwargs):
         tokens = int(self.trainer._counts["token_mean"])

@@ -61,7 +61,11 @@ class ServerGone(RuntimeError):
 
 
 class ServerBusy(RuntimeError):
-    """The server answers that it cannot now (429, 5xx), or a push aborted the request: ask again."""
+    """The server answers that it cannot now (429, 5xx): ask again."""
+
+
+class Aborted(ServerBusy):
+    """A push ended the request, as --on_push restart asks for: it is sent again, however often."""
 
 
 class StaleServer(RuntimeError):
@@ -459,13 +463,15 @@ class VLLMEngine:
 
     def _attempt(self, work: Callable[[], Any], what: str, revive: bool = True) -> Any:
         """work(), again after a pause when the server is busy, breaks off or answers wrongly; the last error otherwise."""
-        for attempt in range(self.attempts):
+        attempt = 0
+        while True:
             try:
                 return work()
             except (ServerGone, ServerBusy, StaleServer, WireError) as error:
                 if self.closed:
                     raise RuntimeError("the rollout engine is closed") from error
-                if attempt + 1 == self.attempts:
+                attempt += not isinstance(error, Aborted)
+                if attempt == self.attempts:
                     raise RuntimeError(
                         f"{what} failed {self.attempts} times with the vLLM server at {self.server.url}, at last: {error}"
                     ) from error
@@ -569,7 +575,7 @@ class VLLMEngine:
                     f"{len(choices) if isinstance(choices, list) else 'no'} choices came, {n} were asked for"
                 )
             if any(choice.get("finish_reason") == "abort" for choice in choices):
-                raise ServerBusy("a push aborted the request")
+                raise Aborted("a push aborted the request")
             choices.sort(key=lambda choice: choice["index"])
             return [self._decode(prompt, choice, sampling["max_tokens"], version) for choice in choices]
 

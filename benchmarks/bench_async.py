@@ -186,7 +186,7 @@ def measure_bound(updates, bound=2):
 
 def tiny_moe_of_48_layers():
     config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=16, intermediate_size=16, moe_intermediate_size=2, num_hidden_layers=LAYERS,
+        vocab_size=512, hidden_size=16, intermediate_size=16, moe_intermediate_size=4, num_hidden_layers=LAYERS,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip

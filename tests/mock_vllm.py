@@ -6,8 +6,11 @@ values while it reports success.
 """
 
 import base64
+import contextlib
 import io
 import json
+import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -75,7 +78,7 @@ class MockVLLM:
         } | settings
         self.logprobs_mode, self.seed = logprobs_mode, seed
         self.faults, self.requests, self.bodies, self.port = deque(), [], [], 0
-        self.served = 0
+        self.served, self.errors = 0, []
         self.release = threading.Event()  # ends hanging requests
 
     # ---- life
@@ -96,7 +99,8 @@ class MockVLLM:
             self.model, config.eos_token_id, config.pad_token_id, seed=self.seed, record_routes=self.routes
         )
         self.labels, self.aborting, self.running = ["default"], False, 0
-        self.turn, self.open, self.state = threading.Lock(), threading.Event(), threading.Condition()
+        self.sampling, self.turn = threading.Lock(), threading.Lock()  # one generation; one token of it, or a reload
+        self.open, self.state, self.sockets = threading.Event(), threading.Condition(), []
         self.open.set()
         self.release.clear()
         mock = self
@@ -134,8 +138,13 @@ class MockVLLM:
             daemon_threads = True
             allow_reuse_address = True
 
+            def get_request(self):
+                sock, address = super().get_request()
+                mock.sockets.append(sock)
+                return sock, address
+
             def handle_error(self, request, client_address):
-                pass  # a client that gave up
+                mock.errors.append(sys.exception())  # a client that gave up, or a mistake in this file
 
         self.http = Quiet(("127.0.0.1", self.port), Handler)
         self.port = self.http.server_address[1]
@@ -150,6 +159,11 @@ class MockVLLM:
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
+        for sock in self.sockets:  # a process that dies takes its connections along
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        with self.state:
+            self.state.wait_for(lambda: self.running == 0, 30)
 
     @property
     def url(self):
@@ -177,13 +191,11 @@ class MockVLLM:
 
     def pause(self, query, body):
         mode = query["mode"]
-        self.open.clear()
         with self.state:
             self.aborting = mode == "abort"
             if mode != "keep":
-                self.open.set() if mode == "wait" else None
                 self.state.wait_for(lambda: self.running == 0, 30)
-                self.open.clear()
+            self.open.clear()
             self.aborting = False
         return 200, {"status": "paused"}
 
@@ -253,7 +265,7 @@ class MockVLLM:
         n, limit = sampling.get("n", 1), sampling["max_tokens"]
         seeds = [sampling.get("seed", 0) + i for i in range(n)]
         choices = []
-        with self.turn:
+        with self.sampling, self.turn:
             scores = self.score(prompt) if sampling.get("prompt_logprobs") is not None else None
             try:
                 made = self.engine.generate(
@@ -261,8 +273,6 @@ class MockVLLM:
                     between_tokens=self.between_tokens,
                 )  # fmt: skip
             except _Aborted:
-                if not self.turn.locked():
-                    self.turn.acquire()
                 made = None
         for i in range(n):
             if made is None:

@@ -99,7 +99,7 @@ def broken(kind):
     if kind == "no text":
         return {"routed_experts": [1, 2]}, {"meta_info": {"routed_experts": [1, 2]}}
     if kind == "type":
-        return vllm_choice(routes.astype(np.float32)), sglang_choice(routes * 1.0e8)
+        return vllm_choice(routes.astype(np.float32)), sglang_choice(routes * 1000.0)
     if kind == "a row less":  # off by one: every token would get its neighbour's experts
         return vllm_choice(routes[:-1].astype(np.uint8)), sglang_choice(routes[:-1])
     if kind == "a row more":
@@ -122,7 +122,7 @@ def broken(kind):
 
 WORDS = {
     "missing": ("--enable-return-routed-experts", "--enable-return-routed-experts"),
-    "cut": ("no .npy file", "holds 232 bytes, no multiple of 40"),
+    "cut": ("no .npy file", "holds 234 bytes, no multiple of 40"),
     "no base64": ("is no base64", "is no base64"),
     "no text": ("is a list", "is a list"),
     "type": ("is float32", "names expert"),
@@ -253,6 +253,7 @@ def test_samples_carry_what_the_server_sampled(moe, tmp_path):
     with MockVLLM(moe, routes=True) as server, closing(connect(server, model, tmp_path, needs_routes=True)) as engine:
         rollout = engine.generate(PROMPTS, 6, temperature=1.0, sequence_ids=[4, 5, 6, 7, 8])
         assert rollout.prompt_ids == PROMPTS and rollout.version == [0] * 5
+        assert not server.errors
         sent = [body for body in server.bodies if body["sampling_params"].get("n")]
         assert [(b["token_ids"], b["sampling_params"]["n"]) for b in sorted(sent, key=lambda b: len(b["token_ids"]))] == [
             ([20, 21], 2), ([11, 12, 13], 3),
@@ -527,6 +528,7 @@ def test_a_synchronous_recipe_trains_on_a_server(moe, tmp_path):
         with closing(make_minirl(tmp_path, moe, **changes, **address)) as trainer:
             start = weights(trainer)
             trainer.train()
+        assert not server.errors
     records = logged(trainer)
     assert len(records) == 4 and all(r["mismatch/k3"] < 1e-6 for r in records)  # the same numbers on both sides
     assert [r.get("rollout/weights_changed") for r in records] == [None, None, 1, 1] or records[2][
