@@ -18,9 +18,9 @@ arXiv:2110.00641. paper: only synchronous runs; ours: the same loss, whose weigh
 On GRPOTrainer and not on TRL's AsyncGRPOTrainer: that one needs FlashAttention's kernels, has one ratio for everything and no
 importance correction, and no routes.
 
-Smoke   accelerate launch recipes/minirl_async_r3.py                   tiny Qwen3, one sampling ahead, CPU, about 2 minutes
+Smoke   accelerate launch recipes/minirl_async_r3.py                   tiny Qwen3-MoE, one sampling ahead, CPU, about 2 minutes
 Compare accelerate launch recipes/minirl_async_r3.py --max_staleness 0        (or 4, 16; --clip_against behaviour)
-MoE     accelerate launch recipes/minirl_async_r3.py --model_name_or_path YOUR_MOE --routing_replay r3
+vLLM    recipes/serve_vllm.sh MODEL; accelerate launch recipes/minirl_async_r3.py --engine vllm --model_name_or_path MODEL
 Expect  held-out accuracy rises by 15 points or more; timeline.png shows generation beside training
 Knobs   --max_staleness, --clip_against, --routing_replay, --engine, --learning_rate, --is_cap
 Watch   async/waiting_share above 0.1: the trainer waits, the last line of the run says what to change. omega/p99 growing with
@@ -74,6 +74,10 @@ class MiniRLAsyncConfig(AsyncConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
+        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
+            raise ValueError(
+                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
+            )
         if self.clip_against not in ("proximal", "behaviour"):
             raise ValueError(f"--clip_against {self.clip_against} is unknown: use proximal or behaviour")
         if self.no_is and self.max_staleness:
@@ -115,8 +119,9 @@ def main():
     )
     with make_verifier(args) as verifier:
         with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
-            clip = set() if args.no_clip else {"epsilon", "epsilon_high"}
-            refuse_unused(args, {"scale_rewards", "mask_truncated_completions", "num_iterations"} | clip)
+            refuse_unused(
+                args, {"scale_rewards", "mask_truncated_completions", "num_iterations", "epsilon", "epsilon_high"}
+            )
             tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left")
             train, held_out = load_rows(args, tokenizer)
             trainer = MiniRLAsyncTrainer(
