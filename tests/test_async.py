@@ -51,14 +51,16 @@ class FakeEngine:
 
     def __init__(self):
         self.version, self.fingerprint, self.log, self.closed = 0, "weights 0", [], False
-        self.gate = threading.Event()
+        self.gate, self.push_gate = threading.Event(), threading.Event()
         self.gate.set()
+        self.push_gate.set()
         self.started = threading.Semaphore(0)
 
     def copy_weights(self, model):
         return model
 
     def push_weights(self, weights, version):
+        self.push_gate.wait(10)
         self.log.append(("push", version))
         self.version, self.fingerprint = version, f"weights {version}"
         return self.fingerprint
@@ -176,6 +178,18 @@ def test_with_finish_a_push_waits_for_all_workers_and_holds_up_what_follows():
         inner.gate.set()
         taken, _ = engine.buffer.take(3, now=1, max_staleness=1)
     assert sorted((g.sequence_ids[0], g.version) for g in taken) == [(0, 0), (2, 0), (4, 1)]
+
+
+def test_nobody_generates_while_a_push_is_under_way():
+    inner = FakeEngine()
+    with closing(AsyncEngine(inner, Buffer("as_finished"), workers=2)) as engine:
+        inner.push_gate.clear()
+        engine.push_weights("weights", 1)
+        engine.ask([a_group()], 4)
+        assert not inner.started.acquire(timeout=0.1)
+        inner.push_gate.set()
+        taken, _ = engine.buffer.take(1, now=1, max_staleness=0)
+    assert taken[0].version == 1
 
 
 @pytest.mark.parametrize("on_push", ["continue", "restart"])
