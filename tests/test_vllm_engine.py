@@ -265,6 +265,10 @@ def test_samples_carry_what_the_server_sampled(moe, tmp_path):
             assert rollout.routes[i].shape == (len(PROMPTS[i]) + len(rollout.completion_ids[i]) - 1, 2, 2)
             assert rollout.token_versions[i] == [0] * len(rollout.completion_ids[i])
         assert len({tuple(ids) for ids in rollout.completion_ids[:3]}) > 1  # the n samples of a prompt differ
+        (seed,) = (b["sampling_params"]["seed"] for b in sent if b["sampling_params"]["n"] == 3)
+        local = TransformersEngine(model, model.config.eos_token_id, model.config.pad_token_id, seed=server.seed)
+        inside = local.generate(PROMPTS[:3], 6, temperature=1.0, sequence_ids=[seed, seed + 1, seed + 2])
+        assert rollout.completion_ids[:3] == inside.completion_ids  # by index, in whatever order they came
         again = engine.generate(PROMPTS, 6, temperature=1.0, sequence_ids=[4, 5, 6, 7, 8])
         other = engine.generate(PROMPTS, 6, temperature=1.0, sequence_ids=[14, 15, 16, 17, 18])
         assert again.completion_ids == rollout.completion_ids != other.completion_ids
@@ -354,10 +358,6 @@ def test_the_proof_in_numbers(moe, tmp_path):
             else:
                 with pytest.raises(RuntimeError, match="weights 9 were pushed"):
                     engine._prove([new] * 3, "9")
-        engine.tolerance, engine._probe_before = 1.0, [-9.0] * 3
-        engine.score_probe = lambda: [-8.9] * 3
-        with pytest.raises(RuntimeError):  # a wide tolerance does not make the old weights new
-            engine._prove([-4.0] * 3, "9")
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,9 @@ def test_weights_that_nobody_pushed_are_not_trained_on(moe, tmp_path):
 def test_a_push_in_mid_generation(moe, tmp_path, on_push):
     model = load(moe)
     with MockVLLM(moe, pace_s=0.02) as server:
-        inner = connect(server, model, tmp_path, on_push=on_push)
+        inner = connect(
+            server, model, tmp_path, on_push=on_push, attempts=1
+        )  # a request that a push ends is no failure
         with closing(AsyncEngine(inner, on_push=on_push)) as engine:
             group = Group({}, [11, 12, 13], [0, 1, 2])
             old = inner.generate([[11, 12, 13]] * 3, 30, sequence_ids=[0, 1, 2])
