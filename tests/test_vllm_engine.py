@@ -200,7 +200,9 @@ def test_a_damaged_answer_is_refused(changes, words):
         sampled_tokens(changed(**changes), 8, 32)
 
 
-@pytest.mark.parametrize("spans", [[(0, 2)], [(0, 1), (2, 3)], [(1, 3)], [(0, 4)], [(0, 2), (1, 3)]])
+@pytest.mark.parametrize(
+    "spans", [[(0, 2)], [(0, 1), (2, 3)], [(1, 3)], [(0, 4)], [(0, 2), (1, 3)], [(0, 1), (2, 4)], [(1, 3), (0, 1)]]
+)
 def test_weight_versions_must_cover_every_token_once(spans):
     spans = [{"version": "1", "start": start, "end": end} for start, end in spans]
     with pytest.raises(WireError, match="weight_versions"):
