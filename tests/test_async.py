@@ -425,6 +425,7 @@ def test_a_process_samples_what_the_engine_samples(engines):
         apart.push_weights(load(MODEL), 4)
 
 
+@pytest.mark.slow  # another start of a process
 def test_a_killed_process_is_one_sentence(engines):
     one = EngineProcess(engines.model, **engines.build)
     os.kill(one._process.pid, signal.SIGKILL)
@@ -533,7 +534,11 @@ def trained(make, folder, model, base, **changes):
     return trainer
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_minibatches": 2, "routing_replay": "r3"}], ids=["on_policy", "r3"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"num_minibatches": 2, "routing_replay": "r3"}],
+    ids=["on_policy", "r3"],
+)
 def test_with_staleness_0_a_run_is_the_synchronous_one_bit_for_bit(moe, tmp_path, changes):
     changes = {"max_steps": 4, **FP8, **SGD, **changes}
     sync = trained(make_minirl, tmp_path / "sync", moe, MiniRLTrainer, **changes)
