@@ -116,23 +116,26 @@ COLD_STARTS = {
 WEAKEST, STRONGEST = ["--routing_replay", "none", "--no_clip"], ["--routing_replay", "r3"]
 ON_POLICY = [*MINIRL, "--num_minibatches", "1", "--routing_replay", "none"]
 EIGHT = [*MINIRL, "--num_minibatches", "8"]
+SHORT = ["--max_steps", "96"]
 MINIRL_PUSH = {
-    f"lr {rate}, N=8: {name}": [*EIGHT, "--learning_rate", rate, *options]
+    f"lr {rate}, N=8: {name}": [*EIGHT, *SHORT, "--learning_rate", rate, *options]
     for rate in ("5e-4", "1e-3")
     for name, options in {
         "no replay, no clip": WEAKEST, "no replay, clip": NONE, "R3, no clip": [*R3, "--no_clip"], "R3, clip": STRONGEST,
     }.items()
 } | {
-    f"int4, N=8: {name}": [*EIGHT, "--rollout_dtype", "int4", *options]
+    f"int4, N=8: {name}": [*EIGHT, *SHORT, "--rollout_dtype", "int4", *options]
     for name, options in {
         "no replay, no clip": WEAKEST, "R3, clip": STRONGEST, "R3, clip, without IS": [*STRONGEST, "--no_is"],
     }.items()
 } | {
-    f"{precision}, lr {rate}, N=1: {name}": [*ON_POLICY, "--rollout_dtype", precision, "--learning_rate", rate, *options]
+    f"{precision}, lr {rate}, N=1: {name}": [
+        *ON_POLICY, *SHORT, "--rollout_dtype", precision, "--learning_rate", rate, *options,
+    ]
     for precision, rate in (("int8", "3e-4"), ("int4", "3e-4"), ("int4", "1e-3"))
     for name, options in {"MiniRL": [], "without IS": ["--no_is"]}.items()
 } | {
-    f"480 updates, N=8: {name}": [*EIGHT, "--max_steps", "480", *options]
+    f"320 updates, N=8: {name}": [*EIGHT, "--max_steps", "320", *options]
     for name, options in {"no replay, no clip": WEAKEST, "R3, clip": STRONGEST}.items()
 }  # fmt: skip
 

@@ -407,37 +407,40 @@ def test_moe_checkpoints_are_small_real_qwen3_moes(folder, tokenizer):
 
 
 @pytest.mark.parametrize("folder", MOES, ids=lambda folder: folder.name)
-def test_moe_checkpoints_use_every_expert_and_leave_rl_its_work(folder, tokenizer):
+def test_moe_checkpoints_spread_over_their_experts_and_leave_rl_its_work(folder, tokenizer):
     from recipes.cold_start import solve
 
     moe = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     heldout = make_rows("heldout", 240)
     torch.manual_seed(0)
-    assert 0.25 <= sum(solve(moe, tokenizer, heldout, do_sample=True)) / len(heldout) <= 0.60
-    text = [tokenizer(row["problem"] + row["rationale"], return_tensors="pt") for row in heldout[:24]]
+    assert 0.15 <= sum(solve(moe, tokenizer, heldout, do_sample=True)) / len(heldout) <= 0.60
     chosen = torch.zeros(4, 8)
-    for ids in text:
+    for row in heldout[:48]:
+        turns = [{"role": "user", "content": row["problem"]}, {"role": "assistant", "content": row["rationale"]}]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
         with torch.no_grad(), record_routing(moe) as recorder:
             moe(**ids)
         for layer in range(4):
             chosen[layer] += recorder.routes[0, :, layer].flatten().long().bincount(minlength=8)
-    assert (chosen / chosen.sum(1, keepdim=True)).min() > 0.02, chosen
+    share = chosen / chosen.sum(1, keepdim=True)
+    assert (chosen == 0).sum() <= 1 and share.max() < 0.5, chosen
+    assert torch.special.entr(share).sum(1).exp().min() > 4, chosen  # as spread as over half of the experts
 
 
 def test_the_teachers_of_the_moe_checkpoints_differ(tokenizer):
-    """Greedy answers to one problem are written in three styles."""
-    answers = set()
+    """Greedy answers are written in three styles."""
+    styles = set()
     for folder in MOES:
         moe = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "Compute 23+45."}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+        prompts = [[{"role": "user", "content": row["problem"]}] for row in make_rows("heldout", 24)]
+        ids = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        ids = moe.generate(**prompt, do_sample=False, max_new_tokens=48)
-        answers.add(tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-    assert len(answers) == 3
+        out = moe.generate(**ids, do_sample=False, max_new_tokens=48)
+        answers = "\n".join(tokenizer.batch_decode(out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        # words: no equation; split: a step that adds or subtracts a multiple of ten
+        styles.add(("=" in answers, bool(re.search(r"\d[+-][1-9]0=", answers)), "so \\boxed" in answers))
+    assert styles == {(True, False, False), (True, True, False), (False, False, True)}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The vLLM engine against a real server on the CPU: `pytest -m vllm`, with VLLM_PYTHON naming the environment's python
+"""The vLLM engine against a real server on the CPU: `pytest -m vllm`, with SERVER_PYTHON naming the environment's python
 (made from requirements-vllm.txt)."""
 
 import contextlib
@@ -19,12 +19,12 @@ from training import MODEL, largest_difference, make_async, weights
 from vllm_engine import VLLMEngine
 
 REPO = Path(__file__).resolve().parents[1]
-PYTHON = os.environ.get("VLLM_PYTHON")
+PYTHON = os.environ.get("SERVER_PYTHON")
 START_S = 600  # a busy machine compiles and loads slowly
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON does not name the python of a vLLM environment"),
+    pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON does not name the python of a vLLM environment"),
 ]
 
 
