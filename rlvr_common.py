@@ -25,7 +25,7 @@ import os
 import pickle
 import warnings
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_shape,
 )
 from verifier import MathVerifier
+from vllm_engine import VLLMEngine
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
 
@@ -393,6 +394,18 @@ class RLVRConfig(GRPOConfig):
         default=None, metadata={"help": "prompts of one optimizer step; sets gradient_accumulation_steps by itself"}
     )
     # rollouts
+    engine: str = field(
+        default="transformers",
+        metadata={"help": "what samples: transformers (built in) | vllm (a server, see --vllm_server_base_url)"},
+    )
+    vllm_transfer: str = field(
+        default="disk", metadata={"help": "how weights reach the server: disk (a folder both see) | nccl (GPUs)"}
+    )
+    vllm_concurrency: int = field(default=32, metadata={"help": "requests to the server under way at once"})
+    vllm_timeout_s: float = field(default=600.0, metadata={"help": "of one request, its generation included"})
+    vllm_restart_s: float = field(
+        default=300.0, metadata={"help": "how long a server that died is waited for, seconds"}
+    )
     rollout_dtype: str = field(
         default="float32",
         metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 | int4 (emulated)"},
@@ -459,6 +472,19 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
             raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
+        if self.engine not in ("transformers", "vllm"):
+            raise ValueError(f"--engine {self.engine} is unknown: use transformers or vllm")
+        if self.vllm_transfer not in ("disk", "nccl"):
+            raise ValueError(f"--vllm_transfer {self.vllm_transfer} is unknown: use disk or nccl")
+        if self.vllm_concurrency < 1:
+            raise ValueError(f"--vllm_concurrency {self.vllm_concurrency} must be at least 1")
+        if self.engine == "vllm" and self.use_vllm:
+            raise ValueError("--engine vllm and --use_vllm are two ways to a vLLM server, ours and TRL's: give one")
+        if self.engine == "vllm" and self.rollout_dtype != "float32":
+            raise ValueError(
+                f"--rollout_dtype {self.rollout_dtype} is the built-in engine's precision, a server has its own: with --engine vllm "
+                "give --rollout_dtype float32 and start the server with the --dtype you want"
+            )
         if self.rollout_dtype not in ROLLOUT_DTYPES:
             raise ValueError(
                 f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
@@ -531,6 +557,16 @@ class EpochSampler(RepeatSampler):
             self.generator.manual_seed(self.seed + 1_000_003 * self.epoch)
         return super().__iter__()
 
+    def prompts_of(self, sampling):
+        """The dataset indices of the sampling-th generation batch of a run, over all processes: (P,) a list."""
+        per_epoch = self.num_samples // self.batch_size
+        epoch, place = divmod(sampling, per_epoch)
+        order = torch.arange(self.num_samples)
+        if self.shuffle:
+            seed = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+            order = torch.randperm(self.num_samples, generator=seed)
+        return order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
+
 
 @dataclass
 class Scored:
@@ -565,17 +601,7 @@ class RLVRTrainer(GRPOTrainer):
             )
         self.routing = self._check_routing()
         self._scoring_old, self._sampled_routes = False, None
-        self.engine = None
-        if not args.use_vllm:
-            self.engine = TransformersEngine(
-                self.accelerator.unwrap_model(self.model),
-                self.eos_token_ids,
-                self._tokenizer.pad_token_id,
-                rollout_dtype=args.rollout_dtype,
-                seed=args.seed,
-                device=self.accelerator.device,
-                record_routes=self.routing is not None,
-            )
+        self.engine = None if args.use_vllm else self._make_engine()
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
         self._shares = defaultdict(list)  # and those that are quotients of two counts
@@ -598,6 +624,44 @@ class RLVRTrainer(GRPOTrainer):
                 "none, or more updates (--num_minibatches 2)"
             )
         return shape
+
+    def _make_engine(self):
+        """The rollout engine that the flags describe, filled with the initial weights."""
+        if self.args.engine == "vllm":
+            return self._make_vllm_engine("finish")
+        return TransformersEngine(
+            self.accelerator.unwrap_model(self.model),
+            self.eos_token_ids,
+            self._tokenizer.pad_token_id,
+            rollout_dtype=self.args.rollout_dtype,
+            seed=self.args.seed,
+            device=self.accelerator.device,
+            record_routes=self.routing is not None,
+        )
+
+    def _make_vllm_engine(self, on_push):
+        args = self.args
+        if self.is_deepspeed_enabled:
+            raise ValueError("--engine vllm under DeepSpeed is not tested: use DDP or FSDP2")
+        return VLLMEngine(
+            self.model,
+            args.vllm_server_base_url or f"http://127.0.0.1:{args.vllm_server_port}",
+            self.eos_token_ids,
+            Path(args.output_dir) / "pushed",
+            transfer=args.vllm_transfer,
+            seed=args.seed,
+            concurrency=args.vllm_concurrency,
+            needs_routes=args.routing_replay == "r3",
+            on_push=on_push,
+            pushes=self.accelerator.is_main_process,
+            timeout_s=args.vllm_timeout_s,
+            restart_s=args.vllm_restart_s,
+        )
+
+    def close(self):
+        """End what the rollout engine keeps running beside this process, if anything."""
+        if self.engine is not None:
+            self.engine.close()
 
     def _old_pass(self):
         """Does TRL compute old log-probs in a pass of their own? Not while each sampling feeds one update."""
@@ -642,16 +706,8 @@ class RLVRTrainer(GRPOTrainer):
     def _rollout(self, prompts, trainer):
         """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
         self.sync_engine()
-        if self.state.global_step:  # compared with the sampling before this one, whatever pushed in between
-            changed = self.engine.fingerprint != self._sampled_with
-            self._metrics["train"]["rollout/weights_changed"].append(float(changed))
-            self._unchanged = 0 if changed else self._unchanged + 1
-            if self._unchanged == 5:
-                warnings.warn(
-                    f"the last 5 samplings up to step {self.state.global_step} used unchanged weights: the optimizer does "
-                    "not move them (learning rate 0, no gradient, or no advantage in any group)",
-                    stacklevel=2,
-                )
+        if self.state.global_step:
+            self._compare_weights(self.engine.fingerprint)
         self._sampled_with = self.engine.fingerprint
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
@@ -672,6 +728,18 @@ class RLVRTrainer(GRPOTrainer):
             "completion_ids": rollout.completion_ids,
             "logprobs": rollout.rollout_logps,
         }
+
+    def _compare_weights(self, fingerprint):
+        """Do these weights differ from those of the sampling before this one, whatever was pushed in between?"""
+        changed = fingerprint != self._sampled_with
+        self._metrics["train"]["rollout/weights_changed"].append(float(changed))
+        self._unchanged = 0 if changed else self._unchanged + 1
+        if self._unchanged == 5:
+            warnings.warn(
+                f"the last 5 samplings up to step {self.state.global_step} used unchanged weights: the optimizer does "
+                "not move them (learning rate 0, no gradient, or no advantage in any group)",
+                stacklevel=2,
+            )
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(
@@ -966,10 +1034,17 @@ class RLVRTrainer(GRPOTrainer):
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
+            "ahead": self._ahead_state(),
         }
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
+
+    def _ahead_state(self):
+        """What was sampled ahead of its use; nothing here."""
+
+    def _load_ahead_state(self, state):
+        """The inverse of `_ahead_state`."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
@@ -1033,8 +1108,13 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
+        self._load_ahead_state(state["ahead"])
         if self._attachment is not None and state["gradients"] is not None:
             self._attachment.load_state_dict(state["gradients"])
+
+    def closing_rows(self):
+        """What a trainer adds to the closing table of a run: (left, right) texts."""
+        return []
 
     # held-out accuracy ------------------------------------------------------------------------------------------------
 
@@ -1136,6 +1216,11 @@ def load_rows(args, tokenizer):
 
 def run(trainer, held_out=None):
     """Evaluate, train (or resume), evaluate, save, and say where everything is. All processes call it."""
+    with closing(trainer):
+        _run(trainer, held_out)
+
+
+def _run(trainer, held_out):
     args = trainer.args
     say(batch_line(args))
     if trainer._attachment is not None and trainer._attachment.gradloc is not None:
@@ -1175,6 +1260,7 @@ def _close(report, trainer, before, after, final):
     if gradloc is not None:
         index = gradloc.folder / "index.html"
         rows.append(("gradient spikes", f"{gradloc.spikes or 'none'}" + (f": {index}" if index.exists() else "")))
+    rows += trainer.closing_rows()
     rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
     print("\n" + table(rows), flush=True)
 

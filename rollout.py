@@ -1,7 +1,8 @@
 """Rollout engines: token ids in, sampled token ids and their log-probs out.
 
-Every engine keeps its own copy of the weights and offers the same five things: `generate(prompt_ids, ...) -> Rollout`,
-`push_weights(model, version) -> fingerprint`, `fingerprint`, `version`, and `state_dict()` / `load_state_dict()`.
+Every engine keeps its own copy of the weights and offers the same things: `generate(prompt_ids, ...) -> Rollout`,
+`push_weights(model, version) -> fingerprint`, `copy_weights(model)` (what may be pushed later, from another thread, in place
+of the model), `fingerprint`, `version`, `state_dict()` / `load_state_dict()`, `close()`.
 A recipe pushes before each generation step and asserts that the fingerprint changed; a rollout whose weights never
 arrived trains for weeks without an error message.
 
@@ -26,7 +27,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -53,7 +54,8 @@ class Rollout:
     rollout_logps[i]   log mu of each sampled token, T_i float32 values, under the distribution that was sampled from:
                        temperature, top-k, top-p and min-p applied and renormalised
     finished[i]        True: ended by EOS; False: cut at max_new_tokens
-    version[i]         weight version that sampled the sequence
+    version[i]         weight version that sampled the sequence: the oldest one where several did
+    token_versions[i]  weight version that sampled each token, T_i of them, not falling. None: all tokens by version[i]
     routes[i]          (S_i - 1, L, K) expert ids on the CPU, `routing`'s format: what the engine's L MoE layers used
                        at each token of prompt_ids[i] + completion_ids[i] but the last, whose routing no engine
                        computes; `routing.place_routes` lays them under a padded batch. None if not recorded. Not
@@ -68,6 +70,7 @@ class Rollout:
     version: list[int]
     routes: list[torch.Tensor] | None = field(default=None, compare=False)  # tensors have no single truth value
     support: Any | None = None
+    token_versions: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -223,6 +226,63 @@ def _checksums(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack((rows.sum(), by_row, by_column))
 
 
+@dataclass
+class Weights:
+    """A copy of a training model's weights that no later update changes: what travels to an engine elsewhere.
+
+    sources      one entry a weight, on the CPU, whole also where training shards them, adapters merged; tied weights
+                 share one tensor
+    model_class  the plain class of the model, without what FSDP mixes in
+    config       its configuration
+    """
+
+    sources: list[_Source]
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module) -> Weights:
+    """The weights of a training model, plain or wrapped, LoRA merged. A collective call where they are sharded."""
+    base = _base_model(model)
+    copies: dict[tuple, torch.Tensor] = {}
+    sources = []
+    for source in _settled_sources(base):
+        if source.key not in copies:
+            with source.gathered() as whole:
+                copies[source.key] = whole.to("cpu", copy=True)
+        sources.append(_Source(source.name, copies[source.key]))
+    return Weights(sources, _plain_class(base), base.config)
+
+
+def fingerprint_of(sources: Iterable[_Source]) -> str:
+    """What `TransformersEngine.push_weights` returns for these weights, without an engine. Tied weights count once."""
+    seen, described, sums = set(), [], []
+    for source in sources:
+        if source.key not in seen:
+            seen.add(source.key)
+            with source.gathered() as whole:
+                described.append((source.name, tuple(whole.shape), str(whole.dtype)))
+                sums.append(_checksums(whole).cpu())
+    return _digest(described, sums)
+
+
+def _digest(described: list[tuple], sums: list[torch.Tensor]) -> str:
+    return hashlib.sha256(repr((described, torch.stack(sums).tolist())).encode()).hexdigest()
+
+
+def _settled_sources(base: nn.Module) -> list[_Source]:
+    for module in base.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward leaves rounded, gathered weights behind
+    return list(_weight_sources(base))
+
+
+def _plain_class(base: nn.Module) -> type[PreTrainedModel]:
+    """fully_shard() swaps in a class of its own in front of the model's."""
+    return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule))
+
+
 # ---------------------------------------------------------------- low precision
 
 
@@ -282,9 +342,10 @@ class _BlockLayer(DynamicLayer):
 class TransformersEngine:
     """Samples in process from its own copy of the model's weights.
 
-    model          the training model: plain, or wrapped by DDP, accelerate, FSDP2, DeepSpeed, torch.compile, LoRA. The
-                   copy is built from its class and config, so patches and hooks on the instance stay behind, and is
-                   filled by a first push as version 0. Where weights are sharded, all ranks must construct and push.
+    model          the training model: plain, or wrapped by DDP, accelerate, FSDP2, DeepSpeed, torch.compile, LoRA; or
+                   its `copy_weights`. The engine's copy is built from its class and config, so patches and hooks on
+                   the instance stay behind, and is filled by a first push as version 0. Where weights are sharded, all
+                   ranks must construct and push.
     eos_token_ids  one id or several; any of them ends a sequence
     pad_token_id   fills the left of shorter prompts; never attended to
     rollout_dtype  precision of the copy:
@@ -312,7 +373,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Weights,
         eos_token_ids: int | Sequence[int],
         pad_token_id: int,
         rollout_dtype: str = "float32",
@@ -322,12 +383,17 @@ class TransformersEngine:
     ):
         if rollout_dtype not in ROLLOUT_DTYPES:
             raise ValueError(f"rollout_dtype is {rollout_dtype!r}: choose one of {', '.join(ROLLOUT_DTYPES)}")
-        base = _base_model(model)
-        if not isinstance(base, PreTrainedModel):
-            raise ValueError(f"model is a {type(base).__name__} inside its wrappers: give a PreTrainedModel")
+        if isinstance(model, Weights):
+            sources, model_class, config = model.sources, model.model_class, model.config
+        else:
+            base = _base_model(model)
+            if not isinstance(base, PreTrainedModel):
+                raise ValueError(f"model is a {type(base).__name__} inside its wrappers: give a PreTrainedModel")
+            sources, model_class, config = list(_weight_sources(base)), _plain_class(base), base.config
         self.rollout_dtype = rollout_dtype
-        self.device = torch.device(device) if device is not None else next(base.parameters()).device
-        self.model = _empty_copy(base, torch.bfloat16 if rollout_dtype == "bfloat16" else torch.float32, self.device)
+        self.device = torch.device(device) if device is not None else sources[0].tensor.device
+        dtype = torch.bfloat16 if rollout_dtype == "bfloat16" else torch.float32
+        self.model = _empty_copy(model_class, config, sources, dtype, self.device)
         self._quantized = self._prepare_quantization() if rollout_dtype in LARGEST else set()
         self._targets = {source.name: source.tensor for source in _weight_sources(self.model)}
         self._routing = routing_shape(self.model) if record_routes else None
@@ -352,8 +418,10 @@ class TransformersEngine:
 
     # ---- weights
 
+    copy_weights = staticmethod(copy_weights)
+
     @torch.no_grad()
-    def push_weights(self, model: nn.Module, version: int) -> str:
+    def push_weights(self, model: nn.Module | Weights, version: int) -> str:
         """Copies the training model's weights, LoRA merged, into the engine and returns their fingerprint.
 
         The fingerprint is a SHA-256 over name, shape, dtype and three integer checksums of the bit pattern of each
@@ -365,11 +433,7 @@ class TransformersEngine:
         Raises ValueError naming weights that were pushed but not expected, expected but not pushed, or of another
         shape. Weights that are sharded (FSDP2, ZeRO-3) are gathered one at a time: all ranks must call this together.
         """
-        base = _base_model(model)
-        for module in base.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without backward leaves rounded, gathered weights behind
-        sources = list(_weight_sources(base))
+        sources = model.sources if isinstance(model, Weights) else _settled_sources(_base_model(model))
         names = {source.name for source in sources}
         missing, unexpected = sorted(self._targets.keys() - names), sorted(names - self._targets.keys())
         if missing or unexpected:
@@ -400,8 +464,7 @@ class TransformersEngine:
                 described.append((source.name, tuple(whole.shape), str(whole.dtype)))
                 sums.append(_checksums(whole).to(self.device))
                 target.copy_(self._rounded(whole.to(self.device), target))
-        numbers = torch.stack(sums).tolist()
-        self.fingerprint = hashlib.sha256(repr((described, numbers)).encode()).hexdigest()
+        self.fingerprint = _digest(described, sums)
         self.version = int(version)
         self._lacks_weights = False
         return self.fingerprint
@@ -436,6 +499,7 @@ class TransformersEngine:
         batch_size: int | None = None,
         sequence_ids: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        between_tokens: Callable[[], None] | None = None,
     ) -> Rollout:
         """Samples one completion for each of the N prompts (repeat a prompt for a group: it is prefilled once).
 
@@ -449,6 +513,10 @@ class TransformersEngine:
         point, on which rows or processes share the work: number the sequences over all processes and one process
         samples what many do. `batch_size` bounds the rows, hence the memory, in flight. `on_progress(finished, total)`
         is called whenever more sequences have ended.
+
+        `between_tokens()` is called before each forward but the prompts'. It may push weights: the tokens to come are
+        sampled by them, over keys and values that the weights before computed, and `token_versions` says which token is
+        whose. Whatever it raises ends the call.
 
         Raises ValueError on bad input, naming it.
         """
@@ -466,14 +534,22 @@ class TransformersEngine:
         greedy = temperature == 0
         noise = None if greedy else _noise(self.seed, sequence_ids, max_new_tokens)
         warp = None if greedy else _warpers(temperature, top_k, top_p, min_p)
-        rollout = Rollout(prompts, [], [], [], [self.version] * total, routes=None if self._routing is None else [])
+        rollout = Rollout(prompts, [], [], [], [], routes=None if self._routing is None else [])
+        if between_tokens is not None:
+            rollout.token_versions = []
         for start in range(0, total, size):
             part = slice(start, start + size)
             report = on_progress and (lambda done, start=start: on_progress(start + done, total))
             recording = contextlib.nullcontext() if self._routing is None else record_routing(self.model)
             with recording as recorder:
-                tokens, logps, routes = self._sample(
-                    prompts[part], max_new_tokens, warp, None if greedy else noise[part], report, recorder
+                tokens, logps, routes, versions = self._sample(
+                    prompts[part],
+                    max_new_tokens,
+                    warp,
+                    None if greedy else noise[part],
+                    report,
+                    recorder,
+                    between_tokens,
                 )
             ends = self._is_eos[tokens]  # (n, T)
             finished = ends.any(-1)  # (n,)
@@ -481,6 +557,9 @@ class TransformersEngine:
             rollout.completion_ids += [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
             rollout.rollout_logps += [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)]
             rollout.finished += finished.tolist()
+            rollout.version += [versions[0]] * len(lengths)
+            if between_tokens is not None:
+                rollout.token_versions += [versions[:length] for length in lengths]
             if routes is not None:
                 width = max(map(len, prompts[part]))
                 for row, prompt, length in zip(routes.cpu(), prompts[part], lengths, strict=True):
@@ -497,9 +576,11 @@ class TransformersEngine:
         noise: torch.Tensor | None,
         report: Callable[[int], None] | None,
         recorder: Recorder | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """n prompts -> tokens (n, T), their log-probs (n, T), and with a recorder the routes (n, W + T - 1, L, K) of
-        prompts padded on the left to W and of all tokens but the last; whatever follows a row's first EOS is undefined.
+        between_tokens: Callable[[], None] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
+        """n prompts -> tokens (n, T), their log-probs (n, T), with a recorder the routes (n, W + T - 1, L, K) of prompts
+        padded on the left to W and of all tokens but the last, and the weight version of each step (up to T); whatever
+        follows a row's first EOS is undefined.
         """
         n, device = len(prompts), self.device
         tokens = torch.zeros(n, steps, dtype=torch.long, device=device)  # (n, T)
@@ -508,7 +589,7 @@ class TransformersEngine:
             noise = noise.to(device, torch.float32 if device.type == "mps" else torch.float64)  # (n, T)
         with torch.autocast(device.type, enabled=False):  # the caller may be inside the trainer's autocast
             logits, cache, positions, padding, index = self._prefill(prompts, steps)
-            width, routes = cache.get_seq_length(), None
+            width, routes, versions = cache.get_seq_length(), None, [self.version]
             if recorder is not None:
                 size = n, width + steps - 1, self._routing.layers, self._routing.top_k
                 routes = empty_routes(size, self._routing.experts, device)
@@ -537,6 +618,9 @@ class TransformersEngine:
                         cache.batch_select_indices(keep)
                         rows, alive, picked, positions = rows[keep], alive[keep], picked[keep], positions[keep]
                         padding = None if padding is None else padding[keep]
+                if between_tokens is not None:
+                    between_tokens()
+                versions.append(self.version)
                 logits = self.model(
                     input_ids=picked[:, None],
                     attention_mask=None if padding is None else padding[..., : width + step + 1],
@@ -549,7 +633,7 @@ class TransformersEngine:
                     routes[rows, width + step] = recorder.take()[:, 0]
         if report:
             report(n)
-        return tokens, logps, routes
+        return tokens, logps, routes, versions
 
     def _prefill(
         self, prompts: list[list[int]], steps: int
@@ -629,6 +713,9 @@ class TransformersEngine:
                     f"prompt {i} holds a token id outside 0..{vocabulary - 1}: use the model's own tokenizer"
                 )
 
+    def close(self) -> None:
+        """Nothing to end: this engine has neither process nor connection."""
+
     # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
@@ -697,11 +784,16 @@ def _pick(
     return picked.squeeze(1), logps.gather(1, picked).squeeze(1)
 
 
-def _empty_copy(base: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Same architecture, own uninitialised storage, none of the instance's patches, hooks or shards."""
-    # fully_shard() swaps in a class of its own in front of the model's; deepcopy would carry patched forwards along.
-    plain = next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule))
-    config = copy.deepcopy(base.config)
+def _empty_copy(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sources: list[_Source],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Same architecture, own uninitialised storage, none of the instance's patches, hooks or shards (which a deepcopy
+    would carry along)."""
+    config = copy.deepcopy(config)
     config.use_cache = True
     config.output_attentions = config.output_hidden_states = False
     if hasattr(config, "output_router_logits"):
@@ -711,15 +803,15 @@ def _empty_copy(base: PreTrainedModel, dtype: torch.dtype, device: torch.device)
         raise ValueError(f"{config._attn_implementation} has no float32: use rollout_dtype bfloat16 or sdpa attention")
     # A tied model whose head or embedding alone carries an adapter is no longer tied once merged.
     first: dict[tuple, str] = {}
-    for source in _weight_sources(base):
+    for source in sources:
         first.setdefault(source.key, source.name)
-    if set(first.values()) & set(plain._tied_weights_keys or ()):
+    if set(first.values()) & set(model_class._tied_weights_keys or ()):
         config.tie_word_embeddings = False
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype)  # unlike .to(dtype), leaves float32 buffers such as RoPE frequencies alone
         with no_init_weights(), torch.device(device):
-            model = plain(config)
+            model = model_class(config)
     finally:
         torch.set_default_dtype(before)
     model.tie_weights()  # skipped together with the initialisation

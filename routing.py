@@ -281,6 +281,16 @@ def routing_shape(model: nn.Module) -> RoutingShape | None:
     return _shape(_sites(model))
 
 
+def moe_layer_numbers(model: nn.Module) -> list[int]:
+    """Which decoder layers, counted from 0, are the L MoE layers: engines that also count dense layers need it."""
+    numbers = []
+    for site in _sites(model):
+        path = (*site.above, site.router)
+        stack = next(i for i, module in enumerate(path) if isinstance(module, nn.ModuleList))
+        numbers.append(next(n for n, layer in enumerate(path[stack]) if layer is path[stack + 1]))
+    return numbers
+
+
 def _shape(sites: list[_Site]) -> RoutingShape | None:
     shapes = {(site.router.top_k, site.router.num_experts) for site in sites}
     if len(shapes) > 1:

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import grpo_tokenclip
+import minirl_async_r3
 import minirl_sync
 from grpo_tokenclip import GRPOTokenClipConfig
 from rlvr_common import HINTS, LOSS_FLAGS, SAMPLER_FLAGS, RLVRConfig, refuse_unused
@@ -278,6 +279,7 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
     recipe = minirl_sync if "minirl" in file.stem else grpo_tokenclip
+    recipe = minirl_async_r3 if "async" in file.stem else recipe
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 

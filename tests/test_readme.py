@@ -38,13 +38,19 @@ def test_commands_name_files_and_options_that_exist():
     from trl import ModelConfig
 
     from grpo_tokenclip import GRPOTokenClipConfig
+    from minirl_async_r3 import MiniRLAsyncConfig
     from minirl_sync import MiniRLConfig
 
     for path in re.findall(r"(?:launch|python) (?:--\S+ \S+ )*((?:recipes|results)/\S+\.py)", README):
         assert (REPO / path).is_file(), path
     for path in re.findall(r"recipes/configs/[\w/]+\.yaml", README):
         assert (REPO / path).is_file(), path
-    for recipe, config in (("grpo_tokenclip", GRPOTokenClipConfig), ("minirl_sync", MiniRLConfig)):
+    configs = {
+        "grpo_tokenclip": GRPOTokenClipConfig,
+        "minirl_sync": MiniRLConfig,
+        "minirl_async_r3": MiniRLAsyncConfig,
+    }
+    for recipe, config in configs.items():
         known = set(config.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
         lines = re.findall(rf"recipes/{recipe}\.py (.*)", README.replace("\\\n", " "))
         assert lines

@@ -11,6 +11,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_tokenclip import GRPOTokenClipConfig, GRPOTokenClipTrainer
+from minirl_async_r3 import MiniRLAsyncConfig, MiniRLAsyncTrainer
 from minirl_sync import MiniRLConfig, MiniRLTrainer
 from rlvr_common import load_math_rows
 from rollout import TransformersEngine
@@ -94,6 +95,13 @@ def make_minirl(folder, model, rows=64, reward=length_reward, peft_config=None, 
     dataset = tiny_rows(rows)
     args = MiniRLConfig(**options(folder, **changes))
     return quiet(trainer(model, args, reward, dataset, processing_class=tokenizer(), peft_config=peft_config))
+
+
+def make_async(folder, model, rows=64, reward=length_reward, trainer=MiniRLAsyncTrainer, **changes):
+    """To be closed: the engine runs in a process of its own."""
+    dataset = tiny_rows(rows)
+    args = MiniRLAsyncConfig(**options(folder, **changes))
+    return quiet(trainer(model, args, reward, dataset, processing_class=tokenizer()))
 
 
 class EngineRollout:

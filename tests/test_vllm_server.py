@@ -1,0 +1,140 @@
+"""The vLLM engine against a real server on the CPU: `pytest -m vllm`, with SERVER_PYTHON naming the environment's python
+(made from requirements-vllm.txt)."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from test_minirl import load, logged
+
+from training import MODEL, largest_difference, make_async, weights
+from vllm_engine import VLLMEngine
+
+REPO = Path(__file__).resolve().parents[1]
+PYTHON = os.environ.get("SERVER_PYTHON")
+START_S = 600  # a busy machine compiles and loads slowly
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON does not name the python of a vLLM environment"),
+]
+
+
+class RealServer:
+    """recipes/serve_vllm.sh on a free port, started and killed as a user would."""
+
+    def __init__(self, log, *options, plugin=True):
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        env = os.environ | {"PYTHON": PYTHON, "PORT": str(self.port), "HF_HUB_OFFLINE": "1"}
+        if not plugin:
+            env["VLLM_PLUGINS"] = ""  # none is loaded
+        self.env = env
+        self.command = [str(REPO / "recipes" / "serve_vllm.sh"), MODEL, "--max-model-len", "256", *options]
+        self.start()
+
+    def start(self):
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def wait(self):
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return self
+            time.sleep(1.0)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    running = RealServer(tmp_path_factory.mktemp("server") / "log", "--dtype", "float32")
+    try:
+        yield running.wait()
+    finally:
+        running.kill()
+
+
+def own_logps(model, rollout, i):
+    prompt, ids = rollout.prompt_ids[i], rollout.completion_ids[i]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
+
+
+def test_samples_and_pushes_of_a_real_server(server, tmp_path):
+    model = load(MODEL)
+    with closing(VLLMEngine(model, server.url, model.config.eos_token_id, tmp_path)) as engine:
+        prompts = [[11, 12, 13]] * 4 + [[40, 41, 42, 43]] * 4
+        for version in (0, 1, 2):
+            if version:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(1.05)
+                engine.push_weights(model, version)
+            rollout = engine.generate(prompts, 24, temperature=1.0)
+            assert rollout.version == [version] * 8
+            for i in range(8):
+                assert rollout.rollout_logps[i] == pytest.approx(own_logps(model, rollout, i), abs=1e-3)
+        assert len({tuple(ids) for ids in rollout.completion_ids[:4]}) > 1
+        assert engine.retries == engine.restarts == 0
+
+
+def test_a_run_survives_the_death_of_its_server(server, tmp_path):
+    changes = {"max_staleness": 1, "max_steps": 20, "engine": "vllm", "max_completion_length": 24}
+    address = {"vllm_server_base_url": server.url, "vllm_restart_s": float(START_S)}
+
+    class Drill:
+        """Kills the server during the tenth generation and starts it again."""
+
+        def __init__(self, engine):
+            self.engine, self.generate, self.calls = engine, engine.generate, 0
+
+        def __call__(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 10:
+                server.kill()
+                server.start()
+            return self.generate(*args, **kwargs)
+
+    with closing(make_async(tmp_path, MODEL, **changes, **address)) as trainer:
+        start = weights(trainer)
+        inner = trainer.engine.engine
+        inner.generate = Drill(inner)
+        trainer.train()
+        assert inner.restarts == 1
+    records = logged(trainer)
+    assert len(records) == 20 and largest_difference(start, weights(trainer)) > 1e-3
+    assert [r["async/staleness/max"] for r in records] == [0] + [1] * 19
+    fresh = [r["mismatch/k3"] for r in records[:1]]
+    assert max(fresh) < 1e-6  # the same numbers in float32, when the weights are the same
+
+
+def test_without_the_plugin_the_push_is_caught(tmp_path):
+    """The measured case: the reload reports success, and the packed linear layers keep their old values."""
+    running = RealServer(tmp_path / "log", "--dtype", "float32", plugin=False)
+    try:
+        model = load(MODEL)
+        with pytest.raises(RuntimeError, match="weights canary were pushed .* it reports success, but"):
+            VLLMEngine(model, running.wait().url, model.config.eos_token_id, tmp_path)
+    finally:
+        running.kill()
