@@ -51,6 +51,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_agreement,
     routing_shape,
 )
+from support import check_support, drop_rows, replay_support, support_bytes_per_token, support_logps  # noqa: F401
 from verifier import MathVerifier
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
@@ -264,55 +265,6 @@ def aggregate(per_token_loss, mask, how, normalizer):
     return kept.sum() / normalizer
 
 
-def support_logps(logits, ids, support):
-    """Log-probs of `ids` when the softmax runs over the sampled support only (DeepSeek-V3.2, keep sampling mask).
-
-    logits (N, T, V); ids (N, T); support = (token_ids (nnz,), offsets (N*T + 1,)), row-major CSR. -> (N, T) float32.
-    An empty row means the full vocabulary. Memory is O(nnz): no dense (N, T, V) mask.
-    Raises ValueError where a row does not contain its own sampled id or holds an id twice, or the offsets do not fit.
-    """
-    token_ids, offsets = (x.to(logits.device).long() for x in support)
-    n, t, v = logits.shape
-    if offsets.numel() != n * t + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != token_ids.numel():
-        raise ValueError(
-            f"support offsets must hold {n * t + 1} values from 0 to {token_ids.numel()}, row-major over (N, T)"
-        )
-    sizes = offsets.diff()
-    if (sizes < 0).any() or (token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= v)):
-        raise ValueError(f"support offsets must not fall, and token ids must lie in [0, {v})")
-    flat, chosen = _float(logits).reshape(n * t, v), ids.reshape(-1)
-    outside = ((chosen < 0) | (chosen >= v)).nonzero()
-    if len(outside):
-        row = int(outside[0])
-        raise ValueError(f"token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in [0, {v})")
-    rows = torch.repeat_interleave(torch.arange(n * t, device=logits.device), sizes)
-    entries = (rows * v + token_ids).sort().values
-    again = (entries[1:] == entries[:-1]).nonzero()
-    if len(again):
-        row, token = divmod(int(entries[again[0]]), v)
-        raise ValueError(
-            f"the support at sequence {row // t}, position {row % t} holds token {token} twice: it would count twice"
-        )
-    inside = torch.zeros(n * t, dtype=torch.bool, device=logits.device)
-    inside[rows[token_ids == chosen[rows]]] = True
-    bad = (~inside & (sizes > 0)).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"sampled token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in its recorded support"
-        )
-    kept = flat[rows, token_ids]  # (nnz,)
-    top = torch.full((n * t,), -math.inf, device=flat.device, dtype=flat.dtype)
-    top = top.scatter_reduce(0, rows, kept.detach(), "amax")
-    total = torch.zeros_like(top).index_add(0, rows, (kept - top[rows]).exp())
-    full = (sizes == 0).nonzero().squeeze(1)
-    # minus the maximum first: the sum of a large maximum and a small logarithm would round at the size of the maximum
-    own = flat.gather(1, chosen.unsqueeze(1)).squeeze(1) - torch.where(sizes > 0, top, 0.0)
-    logps = own - torch.where(sizes > 0, total, 1.0).log()
-    dense = flat[full].log_softmax(1).gather(1, chosen[full].unsqueeze(1)).squeeze(1)
-    return logps.index_copy(0, full, dense).view(n, t)
-
-
 # --- flags: what a loss does not read is refused ----------------------------------------------------------------------
 
 # Every GRPOConfig option that changes the loss, the advantages or the sampling distribution. A recipe names those it reads; each of
@@ -326,7 +278,6 @@ LOSS_FLAGS = {
     "entropy_coef_delta", "entropy_target", "router_aux_loss_coef", "off_policy_mask_threshold", "use_bias_correction_kl",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
     "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "label_smoothing_factor",
-    "top_p", "top_k", "min_p",  # a loss that does not replay the sampled support reads the kept mass in every ratio
 }  # fmt: skip
 # Options of samplers that TransformersEngine is not.
 SAMPLER_FLAGS = {
@@ -335,9 +286,6 @@ SAMPLER_FLAGS = {
 }  # fmt: skip
 HINTS = {
     "loss_type": "choose with --aggregation",
-    "top_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
-    "top_k": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
-    "min_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
     "epsilon": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "epsilon_high": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
@@ -361,6 +309,11 @@ def refuse_unused(args, honoured):
             raise ValueError(
                 f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it, default is {defaults[name]}"
             )
+
+
+def truncates(args):
+    """Does sampling drop part of the distribution? Then training needs `keep_sampling_mask` or reads the kept mass as mismatch."""
+    return args.top_p < 1 or args.top_k > 0 or (args.min_p or 0) > 0
 
 
 # --- configuration shared by all recipes ------------------------------------------------------------------------------
@@ -406,6 +359,10 @@ class RLVRConfig(GRPOConfig):
         metadata={
             "help": "MoE: use recorded experts in training: none | r2 (training engine's) | r3 (rollout engine's)"
         },
+    )
+    keep_sampling_mask: bool = field(
+        default=False,
+        metadata={"help": "normalise training over the tokens that top-k, top-p, min-p left over in sampling"},
     )
     # loss
     aggregation: str = field(default="seq_mean_token_mean", metadata={"help": " | ".join(AGGREGATIONS)})
@@ -499,6 +456,14 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:
             raise ValueError("--routing_replay r3: rollouts through --use_vllm carry no routes; use r2 or none")
+        if self.keep_sampling_mask and self.use_vllm:
+            raise ValueError(
+                "--keep_sampling_mask: rollouts through --use_vllm carry no sampling mask; drop one of the two"
+            )
+        if self.keep_sampling_mask and not truncates(self):
+            raise ValueError(
+                "--keep_sampling_mask: nothing is truncated, there is no mask to keep; set --top_p, --top_k or --min_p, or drop it"
+            )
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -563,6 +528,8 @@ class RLVRTrainer(GRPOTrainer):
             )
         self.routing = self._check_routing()
         self._scoring_old, self._sampled_routes = False, None
+        self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
+        self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None
         if not args.use_vllm:
             self.engine = TransformersEngine(
@@ -573,6 +540,7 @@ class RLVRTrainer(GRPOTrainer):
                 seed=args.seed,
                 device=self.accelerator.device,
                 record_routes=self.routing is not None,
+                record_support=truncates(args),
             )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
@@ -580,6 +548,7 @@ class RLVRTrainer(GRPOTrainer):
         self._broken = set()  # metrics that were NaN since the last log
         self._counts = {}
         self._sampled_with = None  # weight fingerprint of the last sampling
+        self._warned_of_truncation = False
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
         self._attachment = self._watch_gradients()
@@ -665,11 +634,36 @@ class RLVRTrainer(GRPOTrainer):
             sequence_ids=range(first, first + len(prompts)),
         )
         self._sampled_routes = rollout.routes
+        self._take_support(rollout)
         return {
             "prompt_ids": rollout.prompt_ids,
             "completion_ids": rollout.completion_ids,
             "logprobs": rollout.rollout_logps,
         }
+
+    def _take_support(self, rollout):
+        """Check and keep what the filters left over; say once what training without it costs."""
+        if rollout.support is None:
+            return
+        kept = [mass for row in rollout.kept_mass for mass in row]
+        total = self.accelerator.reduce(
+            torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
+        )
+        mean = (total[0] / total[1]).item()
+        self._metrics["train"]["support/rollout_kept_mass"].append(mean)
+        if self.args.keep_sampling_mask:
+            check_support(rollout.support, rollout.completion_ids)
+            self._support, self._kept_mass = rollout.support, rollout.kept_mass
+        elif not self._warned_of_truncation:
+            self._warned_of_truncation = True
+            length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+            warnings.warn(
+                f"sampling keeps {mean:.3f} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
+                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu of "
+                f"{mean:.3f} instead of 1 at every token, {mean**length:.2g} over a completion of {length:.0f} tokens, from equal "
+                "weights; add --keep_sampling_mask",
+                stacklevel=2,
+            )
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(
@@ -681,8 +675,10 @@ class RLVRTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
-        self._old_routes = self._sampled_routes = None
+        self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
         output = super()._generate_and_score_completions(inputs)
+        if self._support is not None:
+            self._carry_support(output)
         if self.routing is not None and (self._sampled_routes is not None or self.args.routing_replay == "r3"):
             tokens = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
             output["rollout_routes"] = self._place_sampled_routes(tokens)
@@ -701,6 +697,18 @@ class RLVRTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["frac_reward_zero_std"][-1] = equal.float().mean().item()
         return output
+
+    def _carry_support(self, output):
+        """Lay the sampling's sets beside its sequences: lists ride through TRL's shuffle and split as tensors do."""
+        support, mask = self._support, self._loss_mask(output)
+        if "tool_mask" in output:  # nobody sampled those tokens
+            support = [drop_rows(entry, row) for entry, row in zip(support, output["tool_mask"], strict=True)]
+        output["support"] = support
+        mass = torch.zeros(mask.shape, device=mask.device)
+        for row, kept in zip(mass, self._kept_mass, strict=True):
+            row[: len(kept)] = torch.tensor(kept, device=mask.device)
+        output["kept_mass"] = mass
+        self._support = self._kept_mass = None
 
     def _place_sampled_routes(self, tokens):
         """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
@@ -752,7 +760,11 @@ class RLVRTrainer(GRPOTrainer):
                 f"--routing_replay {self.args.routing_replay} is on but the batch carries no {replay}: this version of TRL runs no "
                 "pass for old log-probs where the pinned one does"
             )
-        self._routes = inputs.get(replay)
+        self._routes, self._support = inputs.get(replay), inputs.get("support")
+        if self.args.keep_sampling_mask and self._support is None:
+            raise RuntimeError(
+                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must call _take_support"
+            )
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion], 1),
@@ -760,7 +772,10 @@ class RLVRTrainer(GRPOTrainer):
             completion.size(1),
             compute_entropy=True,
         )
-        self._routes = None
+        self._routes, support = None, self._support
+        self._support = None
+        if support is not None and torch.is_grad_enabled():
+            self._track_support(inputs, mask)
         if self.routing is not None and torch.is_grad_enabled():  # an evaluation routes natively, unrecorded
             self._track_routing(inputs)
 
@@ -783,10 +798,11 @@ class RLVRTrainer(GRPOTrainer):
         in it. paper: which routing a reference policy (--beta) runs with is not stated; we: its own, as it defines the
         policy to stay close to.
         """
-        run = super()._get_per_token_logps_and_entropies
+        run = self._logps_over_support
         old_pass, self._scoring_old = self._scoring_old and not torch.is_grad_enabled(), False
         if self.routing is None or not (old_pass or torch.is_grad_enabled()):
             return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        support, self._support = self._support, None
         routes = self._routes
         if old_pass and self.args.routing_replay == "r3":
             routes = self._place_sampled_routes(attention_mask)
@@ -795,22 +811,51 @@ class RLVRTrainer(GRPOTrainer):
         for start in range(0, n, size):
             part = slice(start, start + size)
             replay = nullcontext() if routes is None else replay_routing(model, routes[part])
+            self._support = None if support is None else support[part]
             with replay, record_routing(model, native=True) as recorder:
                 outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
             native.append(recorder.routes)
             if routes is not None and not old_pass:
                 self.track("routing/replayed_rows", torch.tensor([float(replay.replayed)]))
+        self._support = support
         self._native_routes = self._used_routes = torch.cat(native)
         if routes is not None:
             recorded = recorded_rows(routes).unsqueeze(-1).to(input_ids.device)
             self._used_routes = torch.where(recorded, routes.to(input_ids.device), self._native_routes)
         if old_pass:
             self._old_routes = self._native_routes
-        joined = [
-            None if x[0] is None else (torch.cat(x) if x[0].dim() else torch.stack(x).mean())
-            for x in zip(*outputs, strict=True)
-        ]
-        return tuple(joined)
+        return _joined(outputs)
+
+    def _logps_over_support(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+        """TRL's, over the recorded sets where a sampling mask is kept: for the policy, for old and for reference log-probs."""
+        run, support = super()._get_per_token_logps_and_entropies, self._support
+        if support is None:
+            return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        outputs, kept = [], []
+        n, size, first = len(input_ids), batch_size or len(input_ids), input_ids.shape[1] - 1 - logits_to_keep
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            mask = attention_mask[part, 1:].bool()
+            mask[:, :first] = False
+            with replay_support(support[part], mask, first) as replay:
+                outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
+            kept.append(replay.kept[:, first:])
+        self._policy_kept = torch.cat(kept)
+        return _joined(outputs)
+
+    def _track_support(self, inputs, mask):
+        """Does the policy still put its mass where the engine's filters did? And what carrying the sets costs."""
+        support, mine, theirs = inputs["support"], self._policy_kept.exp(), inputs["kept_mass"]
+        sampled = mask.bool() & (theirs > 0)
+        low, high = torch.minimum(mine, theirs), torch.maximum(mine, theirs)
+        self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
+        self.track("support/kept_mass", mine, sampled)
+        tokens = sum(offsets.numel() - 1 for _, offsets in support)
+        size = float(sum(ids.numel() for ids, _ in support))
+        count = torch.tensor(float(tokens), device=mask.device)
+        self.track_share("support/size", count.new_tensor(size), count)
+        self.track_share("support/bytes_per_token", count * support_bytes_per_token(support), count)
+        self.track_share("support/replayed_frac", sampled.sum(), mask.sum())
 
     def _track_routing(self, inputs):
         """Share of (token, layer) in which what the router now chooses is what was chosen before: by the engine, by pi_old."""
@@ -848,6 +893,7 @@ class RLVRTrainer(GRPOTrainer):
         log_mismatch = batch.old_logps - batch.rollout_logps
         mismatch = _ratio(batch.old_logps, batch.rollout_logps)
         self.track("entropy", batch.entropies, mask)
+        self.track("mismatch/mean", mismatch, mask)
         self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
         self.track("mismatch/k3", k3(log_mismatch), mask)
         extreme = (torch.maximum(mismatch, 1 / mismatch) > 2).float()  # F(2)
@@ -1071,6 +1117,14 @@ class RLVRTrainer(GRPOTrainer):
         accuracy = total / max(count, 1)
         variance = max(squares / max(count, 1) - accuracy**2, 0.0)
         return {"accuracy": accuracy, "stderr": math.sqrt(variance / max(count, 1)), "problems": int(count)}
+
+
+def _joined(outputs):
+    """The parts of a pass, (log-probs, entropies, auxiliary loss) each, as one."""
+    return tuple(
+        None if x[0] is None else (torch.cat(x) if x[0].dim() else torch.stack(x).mean())
+        for x in zip(*outputs, strict=True)
+    )
 
 
 EVAL_STREAM = 2**40  # random streams of evaluation samples start here; training counts up from 0

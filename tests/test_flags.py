@@ -64,7 +64,11 @@ CHANGED = {
     "top_k": 20,
     "min_p": 0.1,
 }
-TRUNCATION = {"top_p", "top_k", "min_p"}  # of the sampling distribution: free only for a loss that replays the support
+TRUNCATION = {
+    "top_p",
+    "top_k",
+    "min_p",
+}  # of the sampling distribution: the trainer base replays the support, or warns
 HONOURED = {"beta", "num_iterations", "epsilon", "epsilon_high", "scale_rewards", "mask_truncated_completions"}
 REFUSED = sorted((LOSS_FLAGS | SAMPLER_FLAGS) - HONOURED)
 
@@ -206,9 +210,12 @@ def test_defaults_are_never_refused(main_with, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(TRUNCATION))
-def test_truncated_sampling_is_refused_without_its_replay(name, main_with):
-    with pytest.raises((ValueError, SystemExit), match=f"--{name} {CHANGED[name]} is set"):
-        main_with(**{name: CHANGED[name]})
+def test_truncated_sampling_is_taken_and_its_replay_needs_it(name, main_with):
+    for replay in (False, True):  # without the replay the first sampling warns: tests/test_support.py
+        with pytest.raises(PastTheGuard):
+            main_with(keep_sampling_mask=replay, **{name: CHANGED[name]})
+    with pytest.raises((ValueError, SystemExit), match="--keep_sampling_mask: nothing is truncated"):
+        main_with(keep_sampling_mask=True)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLER_FLAGS - {"use_transformers_paged"}))
