@@ -23,6 +23,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
@@ -31,11 +32,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import TrainerCallback
-from transformers.trainer import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+import stability
 from gradloc import Attachment, GradLoc
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
@@ -51,6 +53,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_agreement,
     routing_shape,
 )
+from stability_control import Control, narrowed, number
 from support import check_support, drop_rows, replay_support, support_bytes_per_token, support_logps  # noqa: F401
 from verifier import MathVerifier
 
@@ -403,6 +406,43 @@ class RLVRConfig(GRPOConfig):
     layer_clip_alpha: float = field(default=2.0, metadata={"help": "a layer may reach this multiple of its statistic"})
     layer_clip_beta: float = field(default=0.95, metadata={"help": "decay of the statistic, per step"})
     layer_clip_mode: str = field(default="layer", metadata={"help": "layer | tensor (every parameter by itself)"})
+    # the guard
+    guard: str = field(
+        default="off",
+        metadata={
+            "help": "watch the run's metrics: off | warn | halt (on a critical alarm) | rollback (to the last good state)"
+        },
+    )
+    guard_bounds: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "thresholds on top of stability.py's: metric>bound:level[:steps], e.g. grad_norm>20x:critical kl>0.5:warn"
+        },
+    )
+    guard_k: int = field(default=5, metadata={"help": "a checkpoint is good after this many steps without an alarm"})
+    guard_retries: int = field(default=3, metadata={"help": "rollbacks before the run is stopped"})
+    guard_on_rollback: list[str] = field(
+        default_factory=list, metadata={"help": "changes after a rollback: learning_rate_scale*0.5, beta=0.05, ..."}
+    )
+    guard_save_every: int | None = field(
+        default=None, metadata={"help": "also save a checkpoint every so many steps; unset = --save_steps alone"}
+    )
+    guard_max_age_h: float | None = field(
+        default=None, metadata={"help": "delete checkpoints older than this, hours; never the last good one"}
+    )
+    guard_disk_gb: float | None = field(
+        default=None, metadata={"help": "disk budget for checkpoints, GB; checked at start"}
+    )
+    guard_hook: str | None = field(
+        default=None,
+        metadata={"help": "command (event as JSON on stdin) or http address that gets warnings and criticals"},
+    )
+    guard_stages: str | None = field(
+        default=None,
+        metadata={
+            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
+        },
+    )
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -442,6 +482,23 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
+        if self.guard not in stability.MODES:
+            raise ValueError(f"--guard {self.guard} is unknown: use off, warn, halt or rollback")
+        if self.guard_k < 1 or self.guard_retries < 0 or (self.guard_save_every or 1) < 1:
+            raise ValueError(
+                f"--guard_k {self.guard_k} --guard_retries {self.guard_retries} --guard_save_every {self.guard_save_every}: need at "
+                "least 1, 0 and 1"
+            )
+        stability.make_rules(self.guard_bounds)
+        for text in self.guard_on_rollback:
+            stability.parse_change(text)
+        if self.guard_stages is not None:
+            stability.parse_stages(self.guard_stages)
+        if self.guard_on_rollback and self.guard != "rollback":
+            raise ValueError(
+                f"--guard_on_rollback {self.guard_on_rollback}: --guard is {self.guard}, add --guard rollback"
+            )
+        self._refuse_without("guard", self.guard == "off", "--guard warn")
         self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
         self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
         if self.gradloc_tau is not None and self.gradloc_trigger != "paper":
@@ -472,7 +529,8 @@ class RLVRConfig(GRPOConfig):
     def _refuse_without(self, prefix, off, switch):
         """An option of a part that is off would silently do nothing."""
         for f in dataclasses.fields(RLVRConfig):
-            if off and f.name.startswith(f"{prefix}_") and getattr(self, f.name) != f.default:
+            default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+            if off and f.name.startswith(f"{prefix}_") and getattr(self, f.name) != default:
                 raise ValueError(
                     f"--{f.name} {getattr(self, f.name)} is set, but {prefix} is off: add {switch}, or remove it"
                 )
@@ -552,6 +610,10 @@ class RLVRTrainer(GRPOTrainer):
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
         self._attachment = self._watch_gradients()
+        self._lr_scale, self.changed = 1.0, set()  # controls that were changed in this run
+        self.guard = None
+        if args.guard != "off":
+            self._make_guard()
         self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
 
     def _check_routing(self):
@@ -599,6 +661,59 @@ class RLVRTrainer(GRPOTrainer):
             return None
         return Attachment(self, gradloc, layer_clip, routes=lambda: self._used_routes)
 
+    # the guard, and what may change while a run runs --------------------------------------------------------------------
+
+    def _make_guard(self):
+        args = self.args
+        stability.StabilityGuard(
+            self, args.guard, args.guard_bounds, args.guard_k, args.guard_retries, args.guard_on_rollback,
+            args.guard_save_every, args.guard_max_age_h, args.guard_hook, args.guard_disk_gb, args.guard_stages,
+        )  # fmt: skip
+        unit = math.lcm(self.num_generations, args.steps_per_generation)
+        if args.guard_stages is not None and args.generation_batch_size // self.accelerator.num_processes % unit:
+            raise ValueError(
+                f"--guard_stages: each process needs whole groups of {self.num_generations} samples in each of "
+                f"{args.steps_per_generation} parts of a sampling; raise --per_device_train_batch_size"
+            )
+        unknown = {name for name, _, _ in self.guard.changes} - set(self.controls())
+        if unknown:
+            raise ValueError(f"--guard_on_rollback: {sorted(unknown)} is none of {', '.join(sorted(self.controls()))}")
+
+    def controls(self):
+        """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
+        controls = {
+            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(0, 100)),
+            "max_grad_norm": Control(
+                lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
+            ),
+        }
+        if self.beta:
+            controls["beta"] = Control(lambda: self.beta, lambda v: setattr(self, "beta", v), number(0))
+        return controls
+
+    def settings(self):
+        """What a recipe adds to the record of a run (alignment.json)."""
+        return {}
+
+    def _set_lr_scale(self, scale):
+        factor = scale / self._lr_scale if self._lr_scale else math.inf
+        self._lr_scale = scale
+        if not math.isfinite(factor):
+            raise ValueError("learning_rate_scale 0 cannot be undone in this run")
+        schedule = self.lr_scheduler.scheduler if hasattr(self.lr_scheduler, "scheduler") else self.lr_scheduler
+        schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["lr"], group["initial_lr"] = group["lr"] * factor, group["initial_lr"] * factor
+
+    def forget(self):
+        """Before a rollback: whatever is half way through a step is dropped, and the engine's weights count as old."""
+        self._window.clear()
+        self._shares.clear()
+        self._scoring_old, self._support, self._routes = False, None, None
+        self.model.zero_grad(set_to_none=True)
+        if self.engine is not None:
+            self.engine.version = -1
+
     # rollouts ---------------------------------------------------------------------------------------------------------
 
     def sync_engine(self):
@@ -625,7 +740,9 @@ class RLVRTrainer(GRPOTrainer):
         self._sequences_sampled += self.accelerator.num_processes * len(prompts)
         rollout = self.engine.generate(
             prompt_ids,
-            self.max_completion_length,
+            self.max_completion_length
+            if self.guard is None
+            else math.ceil(self.guard.share * self.max_completion_length),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -676,6 +793,8 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
+        if self.guard is not None and self.guard.share < 1 and self.model.training:
+            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)
@@ -944,6 +1063,8 @@ class RLVRTrainer(GRPOTrainer):
             self._metrics["train"].pop(name, None)
             logs[name] = math.nan
         self._broken.clear()
+        if self.model.training and not torch.isfinite(self._tr_loss).all():
+            self._tr_loss.zero_()  # the Trainer subtracts what it logged, and NaN - NaN would stay for ever
         super().log(logs, start_time)
 
     # data order and resume --------------------------------------------------------------------------------------------
@@ -981,20 +1102,26 @@ class RLVRTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        failure = None
         try:
             super()._save_checkpoint(model, trial)  # deletes no older one before this one is complete
+            if not self.args.save_only_model:
+                self._save_rollout_state(trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not stability.save_failed(self.guard, error):
+                raise
+            failure = error
         finally:
             self.args.save_total_limit = limit
-        if not self.args.save_only_model:
-            self._save_rollout_state(trial)
+        if self.guard is not None:
+            failed = self.accelerator.gather(
+                torch.tensor([float(failure is not None)], device=self.accelerator.device)
+            )
+            if failed.any():  # also where it was another rank's disk
+                self.guard.could_not_save(failure or "on another process")
         self.accelerator.wait_for_everyone()  # every rank's part is written
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=self._get_output_dir(trial=trial),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            stability.rotate(self, self._get_output_dir(trial=trial), limit)
 
     def _save_rollout_state(self, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -1009,16 +1136,33 @@ class RLVRTrainer(GRPOTrainer):
             "broken": sorted(self._broken),
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
+            "guard": None if self.guard is None else self.guard.state_dict(),
+            "controls": {name: self.controls()[name].get() for name in sorted(self.changed)},
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
         }
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
 
+    def _refuse_another_model(self, checkpoint):
+        """Raise ValueError where the checkpoint's config describes a network of another shape: weights would load in part."""
+        path = Path(checkpoint) / "config.json"
+        if not path.exists():  # adapters only
+            return
+        saved, config = json.loads(path.read_text()), self.accelerator.unwrap_model(self.model).config.to_dict()
+        for name in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size"):  # fmt: skip
+            if saved.get(name) != config.get(name):
+                raise ValueError(
+                    f"{checkpoint} holds a model of {name} {saved.get(name)} and this run trains one of {config.get(name)}: resume "
+                    "with the model it was made with"
+                )
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
         and trained as a stack. The Trainer's own loading leaves those at their initial values, with a warning.
         """
+        self._refuse_another_model(resume_from_checkpoint)
         if self.routing is None or self.is_fsdp_enabled or isinstance(self.model, PeftModel):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         saved, found = type(self.model).from_pretrained(
@@ -1077,6 +1221,12 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
+        changed = dict(state["controls"])  # else what the command line says
+        self._lr_scale, self.changed = changed.pop("learning_rate_scale", 1.0), set(state["controls"])  # saved scaled
+        for name, value in changed.items():
+            self.controls()[name].set(value)
+        if self.guard is not None and state["guard"] is not None:
+            self.guard.load_state_dict(state["guard"])
         if self._attachment is not None and state["gradients"] is not None:
             self._attachment.load_state_dict(state["gradients"])
 
@@ -1200,7 +1350,13 @@ def run(trainer, held_out=None):
         before = _evaluate("before", trainer, held_out)
         if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
             report.write({"step": 0, "eval/accuracy": before["accuracy"]})
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        stability.train(trainer, args.resume_from_checkpoint)
+    except stability.GuardHalt as halt:
+        if trainer.accelerator.is_main_process:
+            report.draw()
+            say(stability.write_acceptance(args.output_dir))
+        sys.exit(f"error: {halt}")
     if held_out is not None:
         after = _evaluate("after", trainer, held_out)
     final = Path(args.output_dir) / "final"
@@ -1227,6 +1383,9 @@ def _close(report, trainer, before, after, final):
     if gradloc is not None:
         index = gradloc.folder / "index.html"
         rows.append(("gradient spikes", f"{gradloc.spikes or 'none'}" + (f": {index}" if index.exists() else "")))
+    if trainer.guard is not None:
+        print("\n" + stability.write_acceptance(trainer.args.output_dir), flush=True)
+        rows.append(("events of the guard", str(trainer.guard.alerts.path)))
     rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
     print("\n" + table(rows), flush=True)
 

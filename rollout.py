@@ -350,6 +350,7 @@ class TransformersEngine:
         self._is_eos[eos] = True
         self.pad_token_id = pad_token_id
 
+        self._settings: dict[str, float] = {}  # of the last generation
         self.seed = seed
         self._sampled = 0  # the next sequence's stream, where the caller names none
         self.fingerprint = ""
@@ -460,6 +461,12 @@ class TransformersEngine:
         Raises ValueError on bad input, naming it.
         """
         prompts = [list(prompt) for prompt in prompt_ids]
+        self._settings = {
+            "temperature": float(temperature),
+            "top_p": float(top_p),
+            "top_k": top_k,
+            "min_p": float(min_p),
+        }
         self._check(prompts, max_new_tokens, temperature, top_k, top_p, min_p, batch_size)
         total, size = len(prompts), batch_size or len(prompts)
         if sequence_ids is None:
@@ -649,6 +656,19 @@ class TransformersEngine:
                 raise ValueError(
                     f"prompt {i} holds a token id outside 0..{vocabulary - 1}: use the model's own tokenizer"
                 )
+
+    def describe(self) -> dict[str, Any]:
+        """What this side goes by, to be compared with the training side; the sampling settings are those last used."""
+        return {
+            "model_type": self.model.config.model_type,
+            "embeddings": len(self._is_eos),
+            "eos_token_ids": self._is_eos.nonzero().squeeze(1).tolist(),
+            "pad_token_id": self.pad_token_id,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "rollout_dtype": self.rollout_dtype,
+            **self._settings,
+        }
 
     # ---- resume
 
