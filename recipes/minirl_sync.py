@@ -69,6 +69,10 @@ class MiniRLConfig(RLVRConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
+        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
+            raise ValueError(
+                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
+            )
         if not self.is_cap > 0:
             raise ValueError(f"--is_cap {self.is_cap} must be above 0")
         super().__post_init__()
@@ -99,8 +103,9 @@ def main():
     args, model_args = parse_args(MiniRLConfig, __doc__, default=REPO / "recipes" / "configs" / "tiny_minirl.yaml")
     with make_verifier(args) as verifier:
         with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
-            clip = set() if args.no_clip else {"epsilon", "epsilon_high"}
-            refuse_unused(args, {"scale_rewards", "mask_truncated_completions", "num_iterations"} | clip)
+            refuse_unused(
+                args, {"scale_rewards", "mask_truncated_completions", "num_iterations", "epsilon", "epsilon_high"}
+            )
             tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left")
             train, held_out = load_rows(args, tokenizer)
             trainer = MiniRLTrainer(
