@@ -457,7 +457,9 @@ class RLVRConfig(GRPOConfig):
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
             raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
         if self.rollout_dtype not in ROLLOUT_DTYPES:
-            raise ValueError(f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}")
+            raise ValueError(
+                f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"--temperature {self.temperature}: training needs a value above 0, greedy samples are all equal"
