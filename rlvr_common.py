@@ -706,6 +706,7 @@ class RLVRTrainer(GRPOTrainer):
         schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
         for group in self.optimizer.param_groups:
             group["lr"], group["initial_lr"] = group["lr"] * factor, group["initial_lr"] * factor
+        schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def forget(self):
         """Before a rollback: whatever is half way through a step is dropped, and the engine's weights count as old."""

@@ -143,7 +143,7 @@ class Watch:
 
     def reward_share(self, reward):
         """Mean reward of the last 5 samplings as a share of the run's best mean of 10, from its lowest value (or 0) up; None
-        during the first 20."""
+        during the first 10."""
         self.reward_low = min(self.reward_low, reward)
         self.rewards.append(reward)
         self.samplings += 1
@@ -151,7 +151,7 @@ class Watch:
         if len(self.rewards) == 10:
             mean = statistics.fmean(self.rewards)
             self.reward_peak = mean if peak is None else max(peak, mean)
-        if self.samplings <= 20 or peak is None or peak <= self.reward_low:
+        if self.samplings <= 10 or peak is None or peak <= self.reward_low:
             return None
         last = statistics.fmean(list(self.rewards)[-5:])
         return (last - self.reward_low) / (peak - self.reward_low)
@@ -183,8 +183,10 @@ class Watch:
                 if beyond and streak >= rule.patience:
                     event = {"rule": rule.text, "metric": metric, "value": value, "bound": bound, "level": rule.level}
                     events.append(event)
+        judged = [rule.metric for rule in self.rules if rule.times]
         for metric, value in values.items():
-            self.history.setdefault(metric, deque(maxlen=WINDOW)).append(cuts.get(metric, value))
+            if any(fnmatch(metric, pattern) for pattern in judged):
+                self.history.setdefault(metric, deque(maxlen=WINDOW)).append(cuts.get(metric, value))
         return events
 
     def state_dict(self):
@@ -319,14 +321,16 @@ def on_disk(folder):
     return sorted(found, key=step_of)
 
 
-def removable(steps, good, keep, old=()):
-    """Which checkpoints to delete so that `keep` are left (None: no limit). steps: on disk, rising; good, old: sets of steps.
+def removable(steps, good, keep, old=(), waiting=()):
+    """Which checkpoints to delete so that `keep` are left (None: no limit). steps: on disk, rising; the others: sets of steps.
 
-    Never the newest one and never the last good one; first those that are not good, then the oldest; also every old one.
+    Never the newest one, the last good one, or the one that waits longest to become good, so three may stay whatever `keep` is.
+    First those that are not good, then the oldest; also every old one.
     """
     if not steps:
         return []
     protected = {steps[-1]} | ({max(good & set(steps))} if good & set(steps) else set())
+    protected |= {min(set(waiting) & set(steps))} if set(waiting) & set(steps) else set()
     free = [step for step in steps if step not in protected]
     gone = [step for step in free if step in old]
     left = [step for step in sorted(free, key=lambda step: (step in good, step)) if step not in gone]
@@ -534,7 +538,7 @@ class StabilityGuard(TrainerCallback):
         optimizer = trainer.optimizer.optimizer if hasattr(trainer.optimizer, "optimizer") else trainer.optimizer
         states = 0 if type(optimizer).__name__ == "SGD" else 2
         if self.save_every or args.save_strategy != "no" or self.mode == "rollback":
-            copies = (args.save_total_limit or 3) + 1  # a new one is complete before an old one is deleted
+            copies = max(args.save_total_limit or 0, 3) + 1  # a new one is complete before an old one is deleted
             size = checkpoint_bytes(trainer.accelerator.unwrap_model(trainer.model), states)
             self._tell("info", "disk: " + check_disk(self.folder, size, copies, self.disk_gb))
         record = check_alignment(trainer) | {"settings": self._settings()}
@@ -601,12 +605,20 @@ class StabilityGuard(TrainerCallback):
         self._before = None
         self.trainer._metrics["train"]["guard/update_norm"].append(total.sqrt().item())
 
-    def _sampled_weights(self, limit=2**20):
-        """Evenly spaced weights, at most about `limit` in all: the norm of an update without a second copy of the model."""
+    sampled = 2**20
+
+    def _sampled_weights(self):
+        """Evenly spaced weights, about `sampled` in all: the norm of an update without a second copy of the model."""
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         trained = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
-        stride = max(1, sum(p.numel() for p in trained) // limit)
-        return [(p.detach().reshape(-1)[::stride].clone(), stride) for p in trained]
+        sizes = [p.numel() for p in trained]
+        stride = max(1, sum(sizes) // self.sampled)
+        starts = [
+            -sum(sizes[:i]) % stride for i in range(len(sizes))
+        ]  # the spacing runs on from one tensor to the next
+        return [
+            (p.detach().reshape(-1)[start::stride].clone(), stride) for p, start in zip(trained, starts, strict=True)
+        ]
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
@@ -614,7 +626,7 @@ class StabilityGuard(TrainerCallback):
             self._tell(
                 "info", f"step {step} was made without an update: its batch led to an alarm before", kind="skip"
             )
-            self._seen = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+            self._seen = {name: (past, len(past)) for name, past in self.trainer._metrics["train"].items()}
             self._moved = False
             if not math.isfinite(float(self.trainer._tr_loss)):  # no update was made from it
                 self.trainer._tr_loss.zero_()
@@ -632,9 +644,8 @@ class StabilityGuard(TrainerCallback):
         """This step's metrics: new finite values, and the names of broken ones."""
         store, values, broken = self.trainer._metrics["train"], {}, set(self.trainer._broken)
         for name, past in store.items():
-            seen = self._seen.get(name, 0)
-            new = past[seen if len(past) >= seen else 0 :]
-            self._seen[name] = len(past)
+            new = past[self._count(name, past) :]
+            self._seen[name] = past, len(past)
             if new and math.isfinite(new[-1]):
                 values[name] = new[-1]
             elif new and math.isinf(new[-1]):
@@ -655,9 +666,19 @@ class StabilityGuard(TrainerCallback):
                 share *= 1.0 - values.get(name, 0.0)
             derived["guard/effective_batch"] = share
         for name, value in derived.items():
-            store[name].append(value)
-            self._seen[name] = len(store[name])
+            self._record(name, value)
         return values | derived, broken
+
+    def _count(self, name, past):
+        """How many values of this list were seen before: after each log a new list begins."""
+        known, count = self._seen.get(name, (None, 0))
+        return count if known is past else 0
+
+    def _record(self, name, value):
+        """A metric of the guard's own, which it need not read again."""
+        past = self.trainer._metrics["train"][name]
+        past.append(value)
+        self._seen[name] = past, len(past)
 
     def _same_on_all(self, events):
         if self.trainer.accelerator.num_processes == 1:
@@ -670,8 +691,7 @@ class StabilityGuard(TrainerCallback):
         level = max((LEVELS.index(event["level"]) for event in events), default=0)
         for event in events:
             self._announce(step, event)
-        self.trainer._metrics["train"]["guard/level"].append(float(level))
-        self._seen["guard/level"] = len(self.trainer._metrics["train"]["guard/level"])
+        self._record("guard/level", float(level))
         alarmed = level >= LEVELS.index("warn")
         self.first_bad = None if not alarmed else (self.first_bad or step)
         self._advance(step, healthy=not alarmed)
@@ -737,7 +757,7 @@ class StabilityGuard(TrainerCallback):
         if self.max_age_h is not None:
             now = time.time()
             old = {step_of(p) for p in on_disk(self.folder) if now - p.stat().st_mtime > 3600 * self.max_age_h}
-        for step in removable(steps, set(self.ledger["good"]), limit, old):
+        for step in removable(steps, set(self.ledger["good"]), limit, old, self.ledger["waiting"]):
             shutil.rmtree(self.folder / f"checkpoint-{step}", ignore_errors=True)
 
     def could_not_save(self, error):

@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import dsv32_stable
 import grpo_tokenclip
 import minirl_sync
 from grpo_tokenclip import GRPOTokenClipConfig
@@ -284,7 +285,9 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
-    recipe = minirl_sync if "minirl" in file.stem else grpo_tokenclip
+    recipe = next(
+        (r for word, r in (("minirl", minirl_sync), ("dsv32", dsv32_stable)) if word in file.stem), grpo_tokenclip
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 
