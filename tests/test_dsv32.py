@@ -120,7 +120,7 @@ def test_the_sequence_mask_touches_the_policy_term_and_no_denominator():
     from rlvr_common import unbiased_kl
 
     kl = 0.5 * unbiased_kl(b.logps, b.rollout, ref, 5.0)
-    exact(loss.double(), aggregate(kl, b.mask, "seq_mean_token_mean", float(len(b.mask))).double(), tolerance=1e-6)
+    exact(loss.double(), aggregate(kl, b.mask, "seq_mean_token_mean", float(len(b.mask))).double())
     assert stub.tracked["off_policy_mask/masked_frac"].mean() == 1
     half = Stub(b, ref, {"sequence_masking": {"divergence_threshold": 0.0, "min_keep_ratio": 0.5}}, beta=0.5)
     half._compute_loss(None, None)
@@ -147,7 +147,7 @@ def test_six_steps_equal_stock_trl(tmp_path, ours, stock):
     )  # fmt: skip
     b.train()
     a, b = history(a, "loss", "grad_norm"), history(b, "loss", "grad_norm")
-    assert len(a) == 6 and min(norm for _, norm in b) > 1e-3
+    assert len(a) == 6 and sum(norm > 1e-3 for _, norm in b) >= 4  # all of a mini-batch may be dropped
     assert [x[0] for x in a] == pytest.approx([x[0] for x in b], abs=1e-6)
     assert [x[1] for x in a] == pytest.approx([x[1] for x in b], abs=2e-5)
 
