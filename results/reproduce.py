@@ -4,7 +4,7 @@
     python results/reproduce.py gradloc                   seven arms x five seeds that spike and collapse, about 40 minutes
     python results/reproduce.py minirl --jobs 2           the paper's ablations on the tiny MoE: 26 arms x three seeds, under an hour
     python results/reproduce.py minirl_push --jobs 2      where the same arms break: coarser rollouts, higher learning rates, longer runs
-    python results/reproduce.py dsv32 --jobs 2            DeepSeek-V3.2's mechanisms on the tiny MoE: 21 arms x three seeds
+    python results/reproduce.py dsv32 --jobs 2            DeepSeek-V3.2's mechanisms on the tiny MoE: 20 arms x three seeds
     python results/dsv32/drills.py                        what the guard sees and restores when a run is broken on purpose, minutes
     python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
 
