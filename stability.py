@@ -743,6 +743,9 @@ class StabilityGuard(TrainerCallback):
             if state.global_step in steps:
                 steps.remove(state.global_step)
         ledger["waiting"].append(state.global_step)
+        kept = {step_of(p) for p in on_disk(self.folder)}
+        for steps in (ledger["good"], ledger["waiting"]):
+            steps[:] = [step for step in steps if step in kept]
         self._save_ledger()
 
     def on_train_end(self, args, state, control, **kwargs):

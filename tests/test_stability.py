@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -386,6 +387,7 @@ def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_pa
     assert [e["step"] for e in skipped] == [at]
 
 
+@pytest.mark.slow
 def test_a_rolled_back_run_differs_from_one_that_kept_the_batch(tmp_path):
     guarded = faulty(tmp_path / "a", "spike", **DRILL)
     stability.train(guarded)
@@ -557,6 +559,7 @@ stability.train(trainer)
 """
 
 
+@pytest.mark.slow
 def test_drill_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
     folder = tmp_path / "run"
     paths = [str(REPO), str(REPO / "recipes"), str(REPO / "tests")]
@@ -577,6 +580,7 @@ def test_drill_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp
     assert rest.guard.watch.state_dict() == whole.guard.watch.state_dict()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_its_rollbacks_and_what_it_leaves_out(tmp_path):
     first = faulty(tmp_path, "nan", **DRILL)
     first.add_callback(StopAt(5))
@@ -705,7 +709,7 @@ def test_bad_input_keeps_the_old_value_and_says_so(tmp_path):
     held, told = {"beta": 0.1, "on": True}, []
     controls = {
         "beta": Control(lambda: held["beta"], lambda v: held.update(beta=v), number(0, 1)),
-        "part.on": Control(lambda: held["on"], lambda v: held.update(on=v), switch),
+        "part.enabled": Control(lambda: held["on"], lambda v: held.update(on=v), switch),
     }
     file = ControlFile(
         tmp_path / "control.yaml", controls, lambda level, text, **fields: told.append((level, text, fields))
@@ -740,8 +744,8 @@ def test_bad_input_keeps_the_old_value_and_says_so(tmp_path):
         assert write(bad) == ["warn"], bad
         assert held == {"beta": 0.2, "on": True}
     assert "it stays 0.2" in (write("beta: 7"), told[0][1])[1]
-    assert write("part: {on: false}\nbeta: 0") == ["info", "info"] and held == {"beta": 0.0, "on": False}
-    assert write("part.on: 1") == ["warn"] and held["on"] is False
+    assert write("part: {enabled: false}\nbeta: 0") == ["info", "info"] and held == {"beta": 0.0, "on": False}
+    assert write("part.enabled: 1") == ["warn"] and held["on"] is False
     assert write("") == [] and write("beta: 0.3") == ["info"]
 
 
@@ -869,6 +873,19 @@ def test_acceptance_does_not_hold_a_rolled_back_step_against_the_run(tmp_path):
     lines = {line.text: line for line in checklist(tmp_path)}
     assert lines["Numerical stability: no explosion, no run stopped by a spike"].verdict == "pass"
     assert "1 rollbacks" in lines["Numerical stability: no explosion, no run stopped by a spike"].measured
+
+
+def test_the_checklist_names_files_and_tests_that_exist():
+    text = (REPO / "results" / "dsv32" / "checklist.md").read_text()
+    known = {
+        name
+        for path in (REPO / "tests").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    named = set(re.findall(r"test_\w+\b(?![.\w])", text))
+    assert len(named) > 30 and [n for n in named if not any(k.startswith(n.rstrip("_")) for k in known)] == []
+    for path in re.findall(r"(?:recipes|results|benchmarks)/[\w/]+\.(?:py|yaml)|\btest_\w+\.py", text):
+        assert (REPO / path).exists() or (REPO / "tests" / path).exists(), path
 
 
 def test_a_guard_refuses_what_it_cannot_do(tmp_path):
