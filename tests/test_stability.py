@@ -594,20 +594,23 @@ def test_a_resumed_run_remembers_its_rollbacks_and_what_it_leaves_out(tmp_path):
     assert equal(weights(rest), weights(clean))
 
 
-def test_checkpoints_become_good_after_k_healthy_steps_and_retention_keeps_one(tmp_path):
-    trainer = make_ours(tmp_path, **DRILL | {"guard_k": 3, "save_steps": 1, "max_steps": 8, "save_total_limit": 2})
+@pytest.mark.parametrize("limit", [None, 2])
+def test_checkpoints_become_good_after_k_healthy_steps_and_retention_keeps_one(tmp_path, limit):
+    trainer = make_ours(tmp_path, **DRILL | {"guard_k": 3, "save_steps": 1, "max_steps": 8, "save_total_limit": limit})
     history = []
-    trainer.add_callback(
-        type(
-            "L",
-            (TrainerCallback,),
-            {"on_step_end": lambda s, a, st, c, **k: history.append(list(trainer.guard.ledger["good"]))},
-        )()
-    )
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            history.append(max(trainer.guard.ledger["good"]))
+
+    trainer.add_callback(Look())
     stability.train(trainer)
-    assert [max(good) for good in history] == [0, 0, 0, 1, 2, 3, 4, 5]
     left = [step_of(p) for p in on_disk(tmp_path)]
-    assert left == [5, 7, 8]  # the last good one, the one that waits longest, the newest
+    assert left[-1] == 8 and history[-1] in left
+    if limit is None:
+        assert history == [0, 0, 0, 1, 2, 3, 4, 5] and left == list(range(9))
+    else:  # every other one is deleted before it can become good
+        assert len(left) == 3 and history == sorted(history) and 3 <= history[-1] <= 5
 
 
 # --- what the guard adds to the metrics -------------------------------------------------------------------------------
