@@ -26,7 +26,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +59,7 @@ from gradloc_methods import (
 )
 from layer_clip import LayerClip, gradient_norms, group_norms, kind_of, layer_of, parameter_norms  # noqa: F401
 from routing import replay_routing
+from support import replay_support
 
 CAUSES = {
     "A.1": "token-level mismatch, training against sampling",
@@ -1216,6 +1216,11 @@ class Attachment(TrainerCallback):
         if used is not None and self.gradloc.calls:
             call = self.gradloc.calls[-1]
             call.batch = call.batch | {"routes": used}
+        if (
+            inputs.get("support") is not None and self.gradloc.calls
+        ):  # sets that sampling left over: part of the model's call
+            call = self.gradloc.calls[-1]
+            call.batch = call.batch | {"support": inputs["support"], "first": call.offset}
         value = loss[0] if isinstance(loss, tuple) else loss
         if torch.is_grad_enabled() and value.requires_grad:
             self.gradloc.losses.append(value.detach())
@@ -1295,9 +1300,14 @@ def _named(output):
 
 
 def _fused_outputs(model, kwargs):
-    routes = kwargs.get("routes")
-    with nullcontext() if routes is None else replay_routing(model, routes):
-        return _named(model(**{k: v for k, v in kwargs.items() if k != "routes"}))
+    kwargs = dict(kwargs)
+    routes, support, first = (kwargs.pop(name, None) for name in ("routes", "support", "first"))
+    with contextlib.ExitStack() as replays:
+        if routes is not None:
+            replays.enter_context(replay_routing(model, routes))
+        if support is not None:
+            replays.enter_context(replay_support(support, kwargs["labels"][:, 1:] != -100, first))
+        return _named(model(**kwargs))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import warnings
 from collections import defaultdict
 from contextlib import closing, nullcontext
@@ -31,11 +32,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import TrainerCallback
-from transformers.trainer import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+import stability
 from gradloc import Attachment, GradLoc
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
@@ -51,6 +53,8 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_agreement,
     routing_shape,
 )
+from stability_control import Control, narrowed, number
+from support import check_support, drop_rows, replay_support, support_bytes_per_token, support_logps  # noqa: F401
 from verifier import MathVerifier
 from vllm_engine import VLLMEngine
 
@@ -265,55 +269,6 @@ def aggregate(per_token_loss, mask, how, normalizer):
     return kept.sum() / normalizer
 
 
-def support_logps(logits, ids, support):
-    """Log-probs of `ids` when the softmax runs over the sampled support only (DeepSeek-V3.2, keep sampling mask).
-
-    logits (N, T, V); ids (N, T); support = (token_ids (nnz,), offsets (N*T + 1,)), row-major CSR. -> (N, T) float32.
-    An empty row means the full vocabulary. Memory is O(nnz): no dense (N, T, V) mask.
-    Raises ValueError where a row does not contain its own sampled id or holds an id twice, or the offsets do not fit.
-    """
-    token_ids, offsets = (x.to(logits.device).long() for x in support)
-    n, t, v = logits.shape
-    if offsets.numel() != n * t + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != token_ids.numel():
-        raise ValueError(
-            f"support offsets must hold {n * t + 1} values from 0 to {token_ids.numel()}, row-major over (N, T)"
-        )
-    sizes = offsets.diff()
-    if (sizes < 0).any() or (token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= v)):
-        raise ValueError(f"support offsets must not fall, and token ids must lie in [0, {v})")
-    flat, chosen = _float(logits).reshape(n * t, v), ids.reshape(-1)
-    outside = ((chosen < 0) | (chosen >= v)).nonzero()
-    if len(outside):
-        row = int(outside[0])
-        raise ValueError(f"token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in [0, {v})")
-    rows = torch.repeat_interleave(torch.arange(n * t, device=logits.device), sizes)
-    entries = (rows * v + token_ids).sort().values
-    again = (entries[1:] == entries[:-1]).nonzero()
-    if len(again):
-        row, token = divmod(int(entries[again[0]]), v)
-        raise ValueError(
-            f"the support at sequence {row // t}, position {row % t} holds token {token} twice: it would count twice"
-        )
-    inside = torch.zeros(n * t, dtype=torch.bool, device=logits.device)
-    inside[rows[token_ids == chosen[rows]]] = True
-    bad = (~inside & (sizes > 0)).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"sampled token {int(chosen[row])} at sequence {row // t}, position {row % t} is not in its recorded support"
-        )
-    kept = flat[rows, token_ids]  # (nnz,)
-    top = torch.full((n * t,), -math.inf, device=flat.device, dtype=flat.dtype)
-    top = top.scatter_reduce(0, rows, kept.detach(), "amax")
-    total = torch.zeros_like(top).index_add(0, rows, (kept - top[rows]).exp())
-    full = (sizes == 0).nonzero().squeeze(1)
-    # minus the maximum first: the sum of a large maximum and a small logarithm would round at the size of the maximum
-    own = flat.gather(1, chosen.unsqueeze(1)).squeeze(1) - torch.where(sizes > 0, top, 0.0)
-    logps = own - torch.where(sizes > 0, total, 1.0).log()
-    dense = flat[full].log_softmax(1).gather(1, chosen[full].unsqueeze(1)).squeeze(1)
-    return logps.index_copy(0, full, dense).view(n, t)
-
-
 # --- flags: what a loss does not read is refused ----------------------------------------------------------------------
 
 # Every GRPOConfig option that changes the loss, the advantages or the sampling distribution. A recipe names those it reads; each of
@@ -327,7 +282,6 @@ LOSS_FLAGS = {
     "entropy_coef_delta", "entropy_target", "router_aux_loss_coef", "off_policy_mask_threshold", "use_bias_correction_kl",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
     "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "label_smoothing_factor",
-    "top_p", "top_k", "min_p",  # a loss that does not replay the sampled support reads the kept mass in every ratio
 }  # fmt: skip
 # Options of samplers that TransformersEngine is not.
 SAMPLER_FLAGS = {
@@ -336,9 +290,6 @@ SAMPLER_FLAGS = {
 }  # fmt: skip
 HINTS = {
     "loss_type": "choose with --aggregation",
-    "top_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
-    "top_k": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
-    "min_p": "training's softmax runs over the full vocabulary, so the mismatch would be the kept mass",
     "epsilon": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "epsilon_high": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
@@ -362,6 +313,11 @@ def refuse_unused(args, honoured):
             raise ValueError(
                 f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it, default is {defaults[name]}"
             )
+
+
+def truncates(args):
+    """Does sampling drop part of the distribution? Then training needs `keep_sampling_mask` or reads the kept mass as mismatch."""
+    return args.top_p < 1 or args.top_k > 0 or (args.min_p or 0) > 0
 
 
 # --- configuration shared by all recipes ------------------------------------------------------------------------------
@@ -420,6 +376,10 @@ class RLVRConfig(GRPOConfig):
             "help": "MoE: use recorded experts in training: none | r2 (training engine's) | r3 (rollout engine's)"
         },
     )
+    keep_sampling_mask: bool = field(
+        default=False,
+        metadata={"help": "normalise training over the tokens that top-k, top-p, min-p left over in sampling"},
+    )
     # loss
     aggregation: str = field(default="seq_mean_token_mean", metadata={"help": " | ".join(AGGREGATIONS)})
     # reward
@@ -459,6 +419,43 @@ class RLVRConfig(GRPOConfig):
     layer_clip_alpha: float = field(default=2.0, metadata={"help": "a layer may reach this multiple of its statistic"})
     layer_clip_beta: float = field(default=0.95, metadata={"help": "decay of the statistic, per step"})
     layer_clip_mode: str = field(default="layer", metadata={"help": "layer | tensor (every parameter by itself)"})
+    # the guard
+    guard: str = field(
+        default="off",
+        metadata={
+            "help": "watch the run's metrics: off | warn | halt (on a critical alarm) | rollback (to the last good state)"
+        },
+    )
+    guard_bounds: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "thresholds on top of stability.py's: metric>bound:level[:steps], e.g. grad_norm>20x:critical kl>0.5:warn"
+        },
+    )
+    guard_k: int = field(default=5, metadata={"help": "a checkpoint is good after this many steps without an alarm"})
+    guard_retries: int = field(default=3, metadata={"help": "rollbacks before the run is stopped"})
+    guard_on_rollback: list[str] = field(
+        default_factory=list, metadata={"help": "changes after a rollback: learning_rate_scale*0.5, beta=0.05, ..."}
+    )
+    guard_save_every: int | None = field(
+        default=None, metadata={"help": "also save a checkpoint every so many steps; unset = --save_steps alone"}
+    )
+    guard_max_age_h: float | None = field(
+        default=None, metadata={"help": "delete checkpoints older than this, hours; never the last good one"}
+    )
+    guard_disk_gb: float | None = field(
+        default=None, metadata={"help": "disk budget for checkpoints, GB; checked at start"}
+    )
+    guard_hook: str | None = field(
+        default=None,
+        metadata={"help": "command (event as JSON on stdin) or http address that gets warnings and criticals"},
+    )
+    guard_stages: str | None = field(
+        default=None,
+        metadata={
+            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
+        },
+    )
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -513,6 +510,23 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
+        if self.guard not in stability.MODES:
+            raise ValueError(f"--guard {self.guard} is unknown: use off, warn, halt or rollback")
+        if self.guard_k < 1 or self.guard_retries < 0 or (self.guard_save_every or 1) < 1:
+            raise ValueError(
+                f"--guard_k {self.guard_k} --guard_retries {self.guard_retries} --guard_save_every {self.guard_save_every}: need at "
+                "least 1, 0 and 1"
+            )
+        stability.make_rules(self.guard_bounds)
+        for text in self.guard_on_rollback:
+            stability.parse_change(text)
+        if self.guard_stages is not None:
+            stability.parse_stages(self.guard_stages)
+        if self.guard_on_rollback and self.guard != "rollback":
+            raise ValueError(
+                f"--guard_on_rollback {self.guard_on_rollback}: --guard is {self.guard}, add --guard rollback"
+            )
+        self._refuse_without("guard", self.guard == "off", "--guard warn")
         self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
         self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
         if self.gradloc_tau is not None and self.gradloc_trigger != "paper":
@@ -527,6 +541,14 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:
             raise ValueError("--routing_replay r3: rollouts through --use_vllm carry no routes; use r2 or none")
+        if self.keep_sampling_mask and self.use_vllm:
+            raise ValueError(
+                "--keep_sampling_mask: rollouts through --use_vllm carry no sampling mask; drop one of the two"
+            )
+        if self.keep_sampling_mask and not truncates(self):
+            raise ValueError(
+                "--keep_sampling_mask: nothing is truncated, there is no mask to keep; set --top_p, --top_k or --min_p, or drop it"
+            )
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -535,7 +557,8 @@ class RLVRConfig(GRPOConfig):
     def _refuse_without(self, prefix, off, switch):
         """An option of a part that is off would silently do nothing."""
         for f in dataclasses.fields(RLVRConfig):
-            if off and f.name.startswith(f"{prefix}_") and getattr(self, f.name) != f.default:
+            default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+            if off and f.name.startswith(f"{prefix}_") and getattr(self, f.name) != default:
                 raise ValueError(
                     f"--{f.name} {getattr(self, f.name)} is set, but {prefix} is off: add {switch}, or remove it"
                 )
@@ -601,6 +624,8 @@ class RLVRTrainer(GRPOTrainer):
             )
         self.routing = self._check_routing()
         self._scoring_old, self._sampled_routes = False, None
+        self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
+        self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None if args.use_vllm else self._make_engine()
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
@@ -608,9 +633,14 @@ class RLVRTrainer(GRPOTrainer):
         self._broken = set()  # metrics that were NaN since the last log
         self._counts = {}
         self._sampled_with = None  # weight fingerprint of the last sampling
+        self._warned_of_truncation = False
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
         self._attachment = self._watch_gradients()
+        self._lr_scale, self.changed = 1.0, set()  # controls that were changed in this run
+        self.guard = None
+        if args.guard != "off":
+            self._make_guard()
         self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
 
     def _check_routing(self):
@@ -637,6 +667,7 @@ class RLVRTrainer(GRPOTrainer):
             seed=self.args.seed,
             device=self.accelerator.device,
             record_routes=self.routing is not None,
+            record_support=truncates(self.args),
         )
 
     def _make_vllm_engine(self, on_push):
@@ -696,6 +727,60 @@ class RLVRTrainer(GRPOTrainer):
             return None
         return Attachment(self, gradloc, layer_clip, routes=lambda: self._used_routes)
 
+    # the guard, and what may change while a run runs --------------------------------------------------------------------
+
+    def _make_guard(self):
+        args = self.args
+        stability.StabilityGuard(
+            self, args.guard, args.guard_bounds, args.guard_k, args.guard_retries, args.guard_on_rollback,
+            args.guard_save_every, args.guard_max_age_h, args.guard_hook, args.guard_disk_gb, args.guard_stages,
+        )  # fmt: skip
+        unit = math.lcm(self.num_generations, args.steps_per_generation)
+        if args.guard_stages is not None and args.generation_batch_size // self.accelerator.num_processes % unit:
+            raise ValueError(
+                f"--guard_stages: each process needs whole groups of {self.num_generations} samples in each of "
+                f"{args.steps_per_generation} parts of a sampling; raise --per_device_train_batch_size"
+            )
+        unknown = {name for name, _, _ in self.guard.changes} - set(self.controls())
+        if unknown:
+            raise ValueError(f"--guard_on_rollback: {sorted(unknown)} is none of {', '.join(sorted(self.controls()))}")
+
+    def controls(self):
+        """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
+        controls = {
+            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(0, 100)),
+            "max_grad_norm": Control(
+                lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
+            ),
+        }
+        if self.beta:
+            controls["beta"] = Control(lambda: self.beta, lambda v: setattr(self, "beta", v), number(0))
+        return controls
+
+    def settings(self):
+        """What a recipe adds to the record of a run (alignment.json)."""
+        return {}
+
+    def _set_lr_scale(self, scale):
+        factor = scale / self._lr_scale if self._lr_scale else math.inf
+        self._lr_scale = scale
+        if not math.isfinite(factor):
+            raise ValueError("learning_rate_scale 0 cannot be undone in this run")
+        schedule = self.lr_scheduler.scheduler if hasattr(self.lr_scheduler, "scheduler") else self.lr_scheduler
+        schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["lr"], group["initial_lr"] = group["lr"] * factor, group["initial_lr"] * factor
+        schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def forget(self):
+        """Before a rollback: whatever is half way through a step is dropped, and the engine's weights count as old."""
+        self._window.clear()
+        self._shares.clear()
+        self._scoring_old, self._support, self._routes = False, None, None
+        self.model.zero_grad(set_to_none=True)
+        if self.engine is not None:
+            self.engine.version = -1
+
     # rollouts ---------------------------------------------------------------------------------------------------------
 
     def sync_engine(self):
@@ -714,7 +799,9 @@ class RLVRTrainer(GRPOTrainer):
         self._sequences_sampled += self.accelerator.num_processes * len(prompts)
         rollout = self.engine.generate(
             prompt_ids,
-            self.max_completion_length,
+            self.max_completion_length
+            if self.guard is None
+            else math.ceil(self.guard.share * self.max_completion_length),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -723,6 +810,7 @@ class RLVRTrainer(GRPOTrainer):
             sequence_ids=range(first, first + len(prompts)),
         )
         self._sampled_routes = rollout.routes
+        self._take_support(rollout)
         return {
             "prompt_ids": rollout.prompt_ids,
             "completion_ids": rollout.completion_ids,
@@ -741,6 +829,30 @@ class RLVRTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
+    def _take_support(self, rollout):
+        """Check and keep what the filters left over; say once what training without it costs."""
+        if rollout.support is None:
+            return
+        kept = [mass for row in rollout.kept_mass for mass in row]
+        total = self.accelerator.reduce(
+            torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
+        )
+        mean = (total[0] / total[1]).item()
+        self._metrics["train"]["support/rollout_kept_mass"].append(mean)
+        if self.args.keep_sampling_mask:
+            check_support(rollout.support, rollout.completion_ids)
+            self._support, self._kept_mass = rollout.support, rollout.kept_mass
+        elif not self._warned_of_truncation:
+            self._warned_of_truncation = True
+            length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+            warnings.warn(
+                f"sampling keeps {mean:.3f} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
+                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu of "
+                f"{mean:.3f} instead of 1 at every token, {mean**length:.2g} over a completion of {length:.0f} tokens, from equal "
+                "weights; add --keep_sampling_mask",
+                stacklevel=2,
+            )
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(
             inputs, prompts, completions, completion_ids_list
@@ -751,8 +863,12 @@ class RLVRTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
-        self._old_routes = self._sampled_routes = None
+        self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
+        if self.guard is not None and self.guard.share < 1 and self.model.training:
+            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
         output = super()._generate_and_score_completions(inputs)
+        if self._support is not None:
+            self._carry_support(output)
         if self.routing is not None and (self._sampled_routes is not None or self.args.routing_replay == "r3"):
             tokens = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
             output["rollout_routes"] = self._place_sampled_routes(tokens)
@@ -771,6 +887,18 @@ class RLVRTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["frac_reward_zero_std"][-1] = equal.float().mean().item()
         return output
+
+    def _carry_support(self, output):
+        """Lay the sampling's sets beside its sequences: lists ride through TRL's shuffle and split as tensors do."""
+        support, mask = self._support, self._loss_mask(output)
+        if "tool_mask" in output:  # nobody sampled those tokens
+            support = [drop_rows(entry, row) for entry, row in zip(support, output["tool_mask"], strict=True)]
+        output["support"] = support
+        mass = torch.zeros(mask.shape, device=mask.device)
+        for row, kept in zip(mass, self._kept_mass, strict=True):
+            row[: len(kept)] = torch.tensor(kept, device=mask.device)
+        output["kept_mass"] = mass
+        self._support = self._kept_mass = None
 
     def _place_sampled_routes(self, tokens):
         """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
@@ -822,7 +950,11 @@ class RLVRTrainer(GRPOTrainer):
                 f"--routing_replay {self.args.routing_replay} is on but the batch carries no {replay}: this version of TRL runs no "
                 "pass for old log-probs where the pinned one does"
             )
-        self._routes = inputs.get(replay)
+        self._routes, self._support = inputs.get(replay), inputs.get("support")
+        if self.args.keep_sampling_mask and self._support is None:
+            raise RuntimeError(
+                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must call _take_support"
+            )
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion], 1),
@@ -830,7 +962,10 @@ class RLVRTrainer(GRPOTrainer):
             completion.size(1),
             compute_entropy=True,
         )
-        self._routes = None
+        self._routes, support = None, self._support
+        self._support = None
+        if support is not None and torch.is_grad_enabled():
+            self._track_support(inputs, mask)
         if self.routing is not None and torch.is_grad_enabled():  # an evaluation routes natively, unrecorded
             self._track_routing(inputs)
 
@@ -853,10 +988,11 @@ class RLVRTrainer(GRPOTrainer):
         in it. paper: which routing a reference policy (--beta) runs with is not stated; we: its own, as it defines the
         policy to stay close to.
         """
-        run = super()._get_per_token_logps_and_entropies
+        run = self._logps_over_support
         old_pass, self._scoring_old = self._scoring_old and not torch.is_grad_enabled(), False
         if self.routing is None or not (old_pass or torch.is_grad_enabled()):
             return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        support, self._support = self._support, None
         routes = self._routes
         if old_pass and self.args.routing_replay == "r3":
             routes = self._place_sampled_routes(attention_mask)
@@ -865,22 +1001,51 @@ class RLVRTrainer(GRPOTrainer):
         for start in range(0, n, size):
             part = slice(start, start + size)
             replay = nullcontext() if routes is None else replay_routing(model, routes[part])
+            self._support = None if support is None else support[part]
             with replay, record_routing(model, native=True) as recorder:
                 outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
             native.append(recorder.routes)
             if routes is not None and not old_pass:
                 self.track("routing/replayed_rows", torch.tensor([float(replay.replayed)]))
+        self._support = support
         self._native_routes = self._used_routes = torch.cat(native)
         if routes is not None:
             recorded = recorded_rows(routes).unsqueeze(-1).to(input_ids.device)
             self._used_routes = torch.where(recorded, routes.to(input_ids.device), self._native_routes)
         if old_pass:
             self._old_routes = self._native_routes
-        joined = [
-            None if x[0] is None else (torch.cat(x) if x[0].dim() else torch.stack(x).mean())
-            for x in zip(*outputs, strict=True)
-        ]
-        return tuple(joined)
+        return _joined(outputs)
+
+    def _logps_over_support(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+        """TRL's, over the recorded sets where a sampling mask is kept: for the policy, for old and for reference log-probs."""
+        run, support = super()._get_per_token_logps_and_entropies, self._support
+        if support is None:
+            return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        outputs, kept = [], []
+        n, size, first = len(input_ids), batch_size or len(input_ids), input_ids.shape[1] - 1 - logits_to_keep
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            mask = attention_mask[part, 1:].bool()
+            mask[:, :first] = False
+            with replay_support(support[part], mask, first) as replay:
+                outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
+            kept.append(replay.kept[:, first:])
+        self._policy_kept = torch.cat(kept)
+        return _joined(outputs)
+
+    def _track_support(self, inputs, mask):
+        """Does the policy still put its mass where the engine's filters did? And what carrying the sets costs."""
+        support, mine, theirs = inputs["support"], self._policy_kept.exp(), inputs["kept_mass"]
+        sampled = mask.bool() & (theirs > 0)
+        low, high = torch.minimum(mine, theirs), torch.maximum(mine, theirs)
+        self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
+        self.track("support/kept_mass", mine, sampled)
+        tokens = sum(offsets.numel() - 1 for _, offsets in support)
+        size = float(sum(ids.numel() for ids, _ in support))
+        count = torch.tensor(float(tokens), device=mask.device)
+        self.track_share("support/size", count.new_tensor(size), count)
+        self.track_share("support/bytes_per_token", count * support_bytes_per_token(support), count)
+        self.track_share("support/replayed_frac", sampled.sum(), mask.sum())
 
     def _track_routing(self, inputs):
         """Share of (token, layer) in which what the router now chooses is what was chosen before: by the engine, by pi_old."""
@@ -918,6 +1083,7 @@ class RLVRTrainer(GRPOTrainer):
         log_mismatch = batch.old_logps - batch.rollout_logps
         mismatch = _ratio(batch.old_logps, batch.rollout_logps)
         self.track("entropy", batch.entropies, mask)
+        self.track("mismatch/mean", mismatch, mask)
         self.track("mismatch/k1", -log_mismatch, mask)  # E_mu[log mu - log pi_old]
         self.track("mismatch/k3", k3(log_mismatch), mask)
         extreme = (torch.maximum(mismatch, 1 / mismatch) > 2).float()  # F(2)
@@ -968,6 +1134,8 @@ class RLVRTrainer(GRPOTrainer):
             self._metrics["train"].pop(name, None)
             logs[name] = math.nan
         self._broken.clear()
+        if self.model.training and not torch.isfinite(self._tr_loss).all():
+            self._tr_loss.zero_()  # the Trainer subtracts what it logged, and NaN - NaN would stay for ever
         super().log(logs, start_time)
 
     # data order and resume --------------------------------------------------------------------------------------------
@@ -1005,20 +1173,26 @@ class RLVRTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        failure = None
         try:
             super()._save_checkpoint(model, trial)  # deletes no older one before this one is complete
+            if not self.args.save_only_model:
+                self._save_rollout_state(trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not stability.save_failed(self.guard, error):
+                raise
+            failure = error
         finally:
             self.args.save_total_limit = limit
-        if not self.args.save_only_model:
-            self._save_rollout_state(trial)
+        if self.guard is not None:
+            failed = self.accelerator.gather(
+                torch.tensor([float(failure is not None)], device=self.accelerator.device)
+            )
+            if failed.any():  # also where it was another rank's disk
+                self.guard.could_not_save(failure or "on another process")
         self.accelerator.wait_for_everyone()  # every rank's part is written
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=self._get_output_dir(trial=trial),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            stability.rotate(self, self._get_output_dir(trial=trial), limit)
 
     def _save_rollout_state(self, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -1033,6 +1207,8 @@ class RLVRTrainer(GRPOTrainer):
             "broken": sorted(self._broken),
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
+            "guard": None if self.guard is None else self.guard.state_dict(),
+            "controls": {name: self.controls()[name].get() for name in sorted(self.changed)},
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
             "ahead": self._ahead_state(),
         }
@@ -1046,10 +1222,25 @@ class RLVRTrainer(GRPOTrainer):
     def _load_ahead_state(self, state):
         """The inverse of `_ahead_state`."""
 
+    def _refuse_another_model(self, checkpoint):
+        """Raise ValueError where the checkpoint's config describes a network of another shape: weights would load in part."""
+        path = Path(checkpoint) / "config.json"
+        if not path.exists():  # adapters only
+            return
+        saved, config = json.loads(path.read_text()), self.accelerator.unwrap_model(self.model).config.to_dict()
+        for name in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size"):  # fmt: skip
+            if saved.get(name) != config.get(name):
+                raise ValueError(
+                    f"{checkpoint} holds a model of {name} {saved.get(name)} and this run trains one of {config.get(name)}: resume "
+                    "with the model it was made with"
+                )
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
         and trained as a stack. The Trainer's own loading leaves those at their initial values, with a warning.
         """
+        self._refuse_another_model(resume_from_checkpoint)
         if self.routing is None or self.is_fsdp_enabled or isinstance(self.model, PeftModel):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         saved, found = type(self.model).from_pretrained(
@@ -1109,6 +1300,12 @@ class RLVRTrainer(GRPOTrainer):
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
         self._load_ahead_state(state["ahead"])
+        changed = dict(state["controls"])  # else what the command line says
+        self._lr_scale, self.changed = changed.pop("learning_rate_scale", 1.0), set(state["controls"])  # saved scaled
+        for name, value in changed.items():
+            self.controls()[name].set(value)
+        if self.guard is not None and state["guard"] is not None:
+            self.guard.load_state_dict(state["guard"])
         if self._attachment is not None and state["gradients"] is not None:
             self._attachment.load_state_dict(state["gradients"])
 
@@ -1153,6 +1350,14 @@ class RLVRTrainer(GRPOTrainer):
         accuracy = total / max(count, 1)
         variance = max(squares / max(count, 1) - accuracy**2, 0.0)
         return {"accuracy": accuracy, "stderr": math.sqrt(variance / max(count, 1)), "problems": int(count)}
+
+
+def _joined(outputs):
+    """The parts of a pass, (log-probs, entropies, auxiliary loss) each, as one."""
+    return tuple(
+        None if x[0] is None else (torch.cat(x) if x[0].dim() else torch.stack(x).mean())
+        for x in zip(*outputs, strict=True)
+    )
 
 
 EVAL_STREAM = 2**40  # random streams of evaluation samples start here; training counts up from 0
@@ -1233,7 +1438,13 @@ def _run(trainer, held_out):
         before = _evaluate("before", trainer, held_out)
         if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
             report.write({"step": 0, "eval/accuracy": before["accuracy"]})
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        stability.train(trainer, args.resume_from_checkpoint)
+    except stability.GuardHalt as halt:
+        if trainer.accelerator.is_main_process:
+            report.draw()
+            say(stability.write_acceptance(args.output_dir))
+        sys.exit(f"error: {halt}")
     if held_out is not None:
         after = _evaluate("after", trainer, held_out)
     final = Path(args.output_dir) / "final"
@@ -1260,6 +1471,9 @@ def _close(report, trainer, before, after, final):
     if gradloc is not None:
         index = gradloc.folder / "index.html"
         rows.append(("gradient spikes", f"{gradloc.spikes or 'none'}" + (f": {index}" if index.exists() else "")))
+    if trainer.guard is not None:
+        print("\n" + stability.write_acceptance(trainer.args.output_dir), flush=True)
+        rows.append(("events of the guard", str(trainer.guard.alerts.path)))
     rows += trainer.closing_rows()
     rows += [("metrics", str(report.metrics_path)), ("curves", str(report.curve_path)), ("model", str(final))]
     print("\n" + table(rows), flush=True)

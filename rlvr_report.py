@@ -133,6 +133,8 @@ class RunReport(TrainerCallback):
         if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
             kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
             self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))
+        if self.bar is not None:  # training was left and begins again from a checkpoint
+            self.bar.close()
         self.bar = tqdm(
             total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step"
         )

@@ -39,6 +39,7 @@ from transformers.generation.logits_process import (
 from transformers.initialization import no_init_weights
 
 from routing import Recorder, empty_routes, record_routing, routing_shape
+from support import collect_support
 
 ROLLOUT_DTYPES = ("float32", "bfloat16", "fp8", "int8", "int4")
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # of float8_e4m3fn and of the symmetric integers
@@ -60,7 +61,10 @@ class Rollout:
                        at each token of prompt_ids[i] + completion_ids[i] but the last, whose routing no engine
                        computes; `routing.place_routes` lays them under a padded batch. None if not recorded. Not
                        compared by ==
-    support            token ids that survived the truncation at each position, or None if not recorded
+    support[i]         (ids (nnz,), offsets (T_i + 1,)), int32 on the CPU: row t holds the token ids that top-k, top-p and
+                       min-p left over where token t was drawn (`support`'s format). None if not recorded, or if nothing
+                       was truncated. Not compared by ==
+    kept_mass[i]       probability mass of that set before renormalising, T_i float32 values; None where support is
     """
 
     prompt_ids: list[list[int]]
@@ -69,7 +73,8 @@ class Rollout:
     finished: list[bool]
     version: list[int]
     routes: list[torch.Tensor] | None = field(default=None, compare=False)  # tensors have no single truth value
-    support: Any | None = None
+    support: list[tuple[torch.Tensor, torch.Tensor]] | None = field(default=None, compare=False)
+    kept_mass: list[list[float]] | None = None
     token_versions: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -366,6 +371,7 @@ class TransformersEngine:
     device         default: that of the training model
     record_routes  fill `Rollout.routes` with the experts that the copy used, for routing replay R3. A dense model has
                    none: its rollouts carry None. An unknown kind of router is refused by name.
+    record_support fill `Rollout.support` and `kept_mass` where sampling is truncated, for the sampling-mask replay.
     """
 
     # Finished rows are dropped once they are this share of the batch: dropping copies the cache, keeping costs a row.
@@ -380,6 +386,7 @@ class TransformersEngine:
         seed: int = 0,
         device: torch.device | str | None = None,
         record_routes: bool = False,
+        record_support: bool = False,
     ):
         if rollout_dtype not in ROLLOUT_DTYPES:
             raise ValueError(f"rollout_dtype is {rollout_dtype!r}: choose one of {', '.join(ROLLOUT_DTYPES)}")
@@ -397,6 +404,7 @@ class TransformersEngine:
         self._quantized = self._prepare_quantization() if rollout_dtype in LARGEST else set()
         self._targets = {source.name: source.tensor for source in _weight_sources(self.model)}
         self._routing = routing_shape(self.model) if record_routes else None
+        self._record_support = record_support
 
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         eos = [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
@@ -409,6 +417,7 @@ class TransformersEngine:
         self._is_eos[eos] = True
         self.pad_token_id = pad_token_id
 
+        self._settings: dict[str, float] = {}  # of the last generation
         self.seed = seed
         self._sampled = 0  # the next sequence's stream, where the caller names none
         self.fingerprint = ""
@@ -521,6 +530,12 @@ class TransformersEngine:
         Raises ValueError on bad input, naming it.
         """
         prompts = [list(prompt) for prompt in prompt_ids]
+        self._settings = {
+            "temperature": float(temperature),
+            "top_p": float(top_p),
+            "top_k": top_k,
+            "min_p": float(min_p),
+        }
         self._check(prompts, max_new_tokens, temperature, top_k, top_p, min_p, batch_size)
         total, size = len(prompts), batch_size or len(prompts)
         if sequence_ids is None:
@@ -537,11 +552,14 @@ class TransformersEngine:
         rollout = Rollout(prompts, [], [], [], [], routes=None if self._routing is None else [])
         if between_tokens is not None:
             rollout.token_versions = []
+        if self._record_support and not greedy and (top_k > 0 or top_p < 1 or min_p > 0):
+            rollout.support, rollout.kept_mass = [], []
         for start in range(0, total, size):
             part = slice(start, start + size)
             report = on_progress and (lambda done, start=start: on_progress(start + done, total))
             recording = contextlib.nullcontext() if self._routing is None else record_routing(self.model)
             with recording as recorder:
+                noted = None if rollout.support is None else []
                 tokens, logps, routes, versions = self._sample(
                     prompts[part],
                     max_new_tokens,
@@ -550,6 +568,7 @@ class TransformersEngine:
                     report,
                     recorder,
                     between_tokens,
+                    noted,
                 )
             ends = self._is_eos[tokens]  # (n, T)
             finished = ends.any(-1)  # (n,)
@@ -560,6 +579,12 @@ class TransformersEngine:
             rollout.version += [versions[0]] * len(lengths)
             if between_tokens is not None:
                 rollout.token_versions += [versions[:length] for length in lengths]
+            if noted is not None:
+                rollout.support += collect_support([step[:3] for step in noted], lengths)
+                mass = torch.zeros(len(lengths), len(noted), device=self.device)
+                for step, (rows, _, _, kept) in enumerate(noted):
+                    mass[rows, step] = kept
+                rollout.kept_mass += [row[:length] for row, length in zip(mass.tolist(), lengths, strict=True)]
             if routes is not None:
                 width = max(map(len, prompts[part]))
                 for row, prompt, length in zip(routes.cpu(), prompts[part], lengths, strict=True):
@@ -577,10 +602,12 @@ class TransformersEngine:
         report: Callable[[int], None] | None,
         recorder: Recorder | None,
         between_tokens: Callable[[], None] | None,
+        noted: list | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
         """n prompts -> tokens (n, T), their log-probs (n, T), with a recorder the routes (n, W + T - 1, L, K) of prompts
         padded on the left to W and of all tokens but the last, and the weight version of each step (up to T); whatever
-        follows a row's first EOS is undefined.
+        follows a row's first EOS is undefined. noted, if a list, receives for each step what `_surviving` says of the
+        rows it served.
         """
         n, device = len(prompts), self.device
         tokens = torch.zeros(n, steps, dtype=torch.long, device=device)  # (n, T)
@@ -600,7 +627,10 @@ class TransformersEngine:
             # Reading a result from an accelerator waits for it; sampling a few tokens too many is cheaper.
             every = 1 if device.type == "cpu" else 8
             for step in range(steps):
-                picked, logp = _pick(logits, warp, None if noise is None else noise[rows, step])
+                scores = logits.float() if warp is None else warp(None, logits.float())  # (b, V)
+                picked, logp = _pick(scores, None if noise is None else noise[rows, step])
+                if noted is not None:
+                    noted.append((rows, *_surviving(scores, logits, warp)))
                 tokens[rows, step] = picked
                 logps[rows, step] = logp
                 if step + 1 == steps:
@@ -716,6 +746,19 @@ class TransformersEngine:
     def close(self) -> None:
         """Nothing to end: this engine has neither process nor connection."""
 
+    def describe(self) -> dict[str, Any]:
+        """What this side goes by, to be compared with the training side; the sampling settings are those last used."""
+        return {
+            "model_type": self.model.config.model_type,
+            "embeddings": len(self._is_eos),
+            "eos_token_ids": self._is_eos.nonzero().squeeze(1).tolist(),
+            "pad_token_id": self.pad_token_id,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "rollout_dtype": self.rollout_dtype,
+            **self._settings,
+        }
+
     # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
@@ -764,24 +807,30 @@ def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> Logi
     return warpers
 
 
-def _pick(
-    logits: torch.Tensor, warp: LogitsProcessorList | None, noise: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits (b, V), noise (b,) uniform in [0, 1) -> token ids (b,) and their log-probs (b,), float32. Inverts the
-    cumulative distribution at the noise; without noise takes the largest logit."""
-    logits = logits.float()
+def _pick(scores: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores (b, V) float32, filtered; noise (b,) uniform in [0, 1) -> token ids (b,) and their log-probs (b,). Inverts
+    the cumulative distribution at the noise; without noise takes the largest score."""
+    logps = scores.log_softmax(-1)  # (b, V)
     if noise is None:
-        picked = logits.argmax(-1, keepdim=True)  # (b, 1)
+        picked = scores.argmax(-1, keepdim=True)  # (b, 1)
     else:
-        logits = warp(None, logits)
-    logps = logits.log_softmax(-1)  # (b, V)
-    if noise is not None:
         heights = logps.exp().cumsum(-1, dtype=noise.dtype)  # (b, V), rises only where mass is
         # The factor keeps the target below the total after rounding; else a token of no mass could be picked.
         below_one = 1 - 4 * torch.finfo(noise.dtype).eps
         picked = torch.searchsorted(heights, noise[:, None] * below_one * heights[:, -1:], right=True)  # (b, 1)
         picked = picked.clamp(max=logps.shape[-1] - 1)  # NaN logits: a NaN log-prob instead of an index error
     return picked.squeeze(1), logps.gather(1, picked).squeeze(1)
+
+
+def _surviving(
+    scores: torch.Tensor, logits: torch.Tensor, warp: LogitsProcessorList
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Filtered scores (b, V) of logits (b, V) -> how many tokens the filters left over (b,), their ids row by row, and
+    their mass (b,) in the distribution of the same temperature. A row of NaN has none."""
+    kept = scores > -torch.inf  # (b, V)
+    heat = next((w.temperature for w in warp if isinstance(w, TemperatureLogitsWarper)), 1.0)
+    mass = (scores.logsumexp(-1) - (logits.float() / heat).logsumexp(-1)).exp()
+    return kept.sum(-1), kept.nonzero()[:, 1].to(torch.int32), mass
 
 
 def _empty_copy(

@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import dsv32_stable
 import grpo_tokenclip
 import minirl_async_r3
 import minirl_sync
@@ -66,7 +67,11 @@ CHANGED = {
     "top_k": 20,
     "min_p": 0.1,
 }
-TRUNCATION = {"top_p", "top_k", "min_p"}  # of the sampling distribution: free only for a loss that replays the support
+TRUNCATION = {
+    "top_p",
+    "top_k",
+    "min_p",
+}  # of the sampling distribution: the trainer base replays the support, or warns
 HONOURED = {"beta", "num_iterations", "epsilon", "epsilon_high", "scale_rewards", "mask_truncated_completions"}
 REFUSED = sorted((LOSS_FLAGS | SAMPLER_FLAGS) - HONOURED)
 
@@ -208,9 +213,12 @@ def test_defaults_are_never_refused(main_with, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(TRUNCATION))
-def test_truncated_sampling_is_refused_without_its_replay(name, main_with):
-    with pytest.raises((ValueError, SystemExit), match=f"--{name} {CHANGED[name]} is set"):
-        main_with(**{name: CHANGED[name]})
+def test_truncated_sampling_is_taken_and_its_replay_needs_it(name, main_with):
+    for replay in (False, True):  # without the replay the first sampling warns: tests/test_support.py
+        with pytest.raises(PastTheGuard):
+            main_with(keep_sampling_mask=replay, **{name: CHANGED[name]})
+    with pytest.raises((ValueError, SystemExit), match="--keep_sampling_mask: nothing is truncated"):
+        main_with(keep_sampling_mask=True)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLER_FLAGS - {"use_transformers_paged"}))
@@ -278,8 +286,8 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
-    recipe = minirl_sync if "minirl" in file.stem else grpo_tokenclip
-    recipe = minirl_async_r3 if "async" in file.stem else recipe
+    recipes = {"async": minirl_async_r3, "minirl": minirl_sync, "dsv32": dsv32_stable}
+    recipe = next((r for word, r in recipes.items() if word in file.stem), grpo_tokenclip)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 

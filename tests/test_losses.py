@@ -1018,7 +1018,8 @@ def test_support_takes_small_integer_types(dtype):
 def recipe_loss(b, leaves, micro_batch=None, beta=0.0, aligned=False, **flags):
     """GRPOTokenClipTrainer._compute_loss on log-probs instead of a model; sums over micro-batches. -> () loss."""
     defaults = {"token_clip": "none", "token_clip_low": 0.5, "token_clip_high": 5.0, "seq_clip_low": None,
-                "seq_clip_high": None, "aggregation": "seq_mean_token_mean", "routing_replay": "none"}  # fmt: skip
+                "seq_clip_high": None, "aggregation": "seq_mean_token_mean", "routing_replay": "none",
+                "keep_sampling_mask": False}  # fmt: skip
     args = SimpleNamespace(**(defaults | flags))
     count = normalizer_of(b.mask, args.aggregation)
     tracked = {}

@@ -160,7 +160,15 @@ def planted_batch(seed, n=6, t=7):
 def planted_loss(b, live, rows=slice(None), aligned=False, **flags):
     """MiniRLTrainer._compute_loss on log-probs in place of a model -> loss, tracked metrics."""
     args = SimpleNamespace(
-        **{"no_is": False, "no_clip": False, "is_cap": 2.0, "aggregation": "seq_sum", "routing_replay": "none"} | flags
+        **{
+            "no_is": False,
+            "no_clip": False,
+            "is_cap": 2.0,
+            "aggregation": "seq_sum",
+            "routing_replay": "none",
+            "keep_sampling_mask": False,
+        }
+        | flags
     )
     tracked = {}
 

@@ -1,0 +1,898 @@
+"""The guard: rules on planted and on recorded runs, and drills: what breaks, what is seen, what is restored."""
+
+import errno
+import http.server
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_trainer import StopAt
+from transformers import TrainerCallback
+
+import rlvr_common
+import stability
+import stability_control
+from grpo_tokenclip import GRPOTokenClipTrainer
+from rlvr_common import RLVRConfig, run
+from rlvr_launch import settle_output_dir
+from rlvr_report import read_metrics
+from stability import (
+    MIN_HISTORY,
+    Alerts,
+    GuardHalt,
+    StabilityGuard,
+    Watch,
+    check_alignment,
+    check_disk,
+    checkpoint_bytes,
+    differences,
+    faults,
+    make_rules,
+    on_disk,
+    parse_change,
+    parse_rule,
+    removable,
+    step_of,
+    write_manifest,
+)
+from stability_control import Control, ControlFile, Stages, narrowed, number, parse_stages, switch
+from stability_report import TROUBLES, cause_of, checklist, write_acceptance
+from training import MODEL, REPO, equal, length_reward, make_ours, save_moe, weights
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["kl", "kl>", "kl>1", "kl=1:warn", "kl>1:loud", "kl>x:warn", "kl>1:warn:", "kl>1:warn:two"]
+)
+def test_a_bound_that_cannot_be_read_is_named(text, tmp_path):
+    with pytest.raises(ValueError, match="is not metric>bound:level"):
+        parse_rule(text)
+    with pytest.raises(ValueError, match="is not metric>bound:level"):
+        RLVRConfig(str(tmp_path), guard="warn", guard_bounds=[text])
+
+
+def test_a_users_bound_replaces_the_one_of_its_kind_and_level():
+    rules = {rule.text for rule in make_rules(["grad_norm>40x:critical", "my/metric<3:warn:2"])}
+    assert "grad_norm>40x:critical" in rules and "grad_norm>15x:critical" not in rules and "grad_norm>6x:warn" in rules
+    assert "my/metric<3:warn:2" in rules
+
+
+def levels(watch, **values):
+    return {(event["metric"], event["level"]) for event in watch.judge(values)}
+
+
+def test_absolute_bounds_are_strict_and_patience_counts_steps_in_a_row():
+    watch = Watch([parse_rule("a>1:warn:3"), parse_rule("b<0.5:critical")])
+    assert levels(watch, a=1.0, b=0.5) == set()
+    assert levels(watch, b=0.49) == {("b", "critical")}
+    seen = [levels(watch, a=x) for x in (2, 2, 0, 2, 2, 2, 2)]
+    assert seen == [set()] * 5 + [{("a", "warn")}] * 2
+    watch.judge({"a": 2.0})
+    watch.judge({})  # a step without the metric neither counts nor resets
+    assert levels(watch, a=2.0) == {("a", "warn")}
+
+
+def test_patterns_name_each_metric():
+    watch = Watch([parse_rule("*/masked_frac>0.9:warn")])
+    found = watch.judge({"a/masked_frac": 0.95, "b/masked_frac": 0.2, "c/masked_frac": 1.0})
+    assert [event["metric"] for event in found] == ["a/masked_frac", "c/masked_frac"]
+
+
+def test_relative_bounds_follow_the_runs_own_level():
+    watch = Watch([parse_rule("g>6x:warn"), parse_rule("e<0.1x:warn")])
+    for i in range(MIN_HISTORY):
+        assert levels(watch, g=100.0 if i == 3 else 1.0, e=1.0) == set()  # no judgement without history
+    assert watch.bound(watch.rules[0], "g") == pytest.approx(120)  # the recent largest holds the bound up
+    for _ in range(stability.WINDOW):
+        watch.judge({"g": 1.0, "e": 1.0})
+    assert watch.bound(watch.rules[0], "g") == 6.0 and watch.bound(watch.rules[1], "e") == pytest.approx(0.1)
+    assert levels(watch, g=6.0, e=0.1) == set()
+    assert levels(watch, g=7.3, e=0.09) == {("g", "warn"), ("e", "warn")}
+    assert max(watch.history["g"]) == pytest.approx(7.2) and min(watch.history["e"]) == pytest.approx(
+        0.1
+    )  # a spike enters cut at its bound
+
+
+def test_a_metric_that_is_mostly_zero_raises_no_alarm_when_it_is_not():
+    watch = Watch([parse_rule("g>6x:warn")])
+    for i in range(200):
+        assert levels(watch, g=0.5 if i % 3 == 0 else 0.0) == set()
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-1.0, 1.0), (0.0, 7.0)])
+def test_reward_collapse_is_seen_on_any_scale(low, high):
+    rng = random.Random(0)
+    watch = Watch([parse_rule("guard/reward_share<0.4:critical")])
+    fell = 120
+    for i in range(140):
+        level = 0.2 + 0.5 * min(i, 100) / 100 if i < fell else 0.0
+        batch = statistics.fmean(rng.random() < level for _ in range(64))
+        found = levels(watch, reward=low + (high - low) * batch)
+        if i < fell:
+            assert found == set()
+        elif found:
+            break
+    assert fell + 2 <= i <= fell + 4
+
+
+def recorded(name):
+    """Runs of results/<name>: {(arm, seed): records}."""
+    runs = {}
+    for record in read_metrics(REPO / "results" / name / "metrics.jsonl"):
+        runs.setdefault((record["arm"], record["seed"]), []).append(record)
+    return runs
+
+
+def test_nine_recorded_healthy_runs_raise_no_alarm():
+    for run_name, records in recorded("grpo_tokenclip").items():
+        watch = Watch(make_rules())
+        for record in records:
+            values = {k: v for k, v in record.items() if isinstance(v, float)}
+            assert [e for e in watch.judge(values) if e["level"] != "info"] == [], (run_name, record["step"])
+
+
+@pytest.mark.parametrize("size", [16, 40, 1e4])
+@pytest.mark.parametrize("run_name", [("GRPO", 0), ("GRPO + TokenClip", 1), ("GRPO + TokenClip + SeqClip", 2)])
+def test_spikes_planted_into_recorded_runs_are_critical_within_two_steps(run_name, size):
+    records = [r for r in recorded("grpo_tokenclip")[run_name] if "grad_norm" in r]
+    for at in range(30, 140, 10):
+        watch = Watch(make_rules())
+        for i, record in enumerate(records[: at + 2]):
+            norm = record["grad_norm"]
+            if i == at:
+                norm = size * max(statistics.median(watch.history["grad_norm"]), 0.2 * max(watch.history["grad_norm"]))
+            found = levels(watch, grad_norm=norm)
+            if i == at:
+                assert ("grad_norm", "critical") in found
+                break
+            assert found == set()
+
+
+def test_recorded_collapses_are_seen():
+    """Seven arms of stale GRPO that spike and die (results/gradloc): whoever ends below a quarter of its best had an alarm."""
+    seen = 0
+    for records in recorded("gradloc").values():
+        rewards = [r["reward"] for r in records if "reward" in r]
+        watch, alarms = Watch(make_rules()), []
+        for record in records:
+            values = {k: v for k, v in record.items() if isinstance(v, float)}
+            alarms += [e for e in watch.judge(values) if e["level"] != "info"]
+        if statistics.fmean(rewards[-4:]) < 0.25 * max(rewards):
+            assert alarms
+            seen += 1
+    assert seen >= 8
+
+
+def test_the_watch_goes_on_after_saving():
+    rng, a, b = random.Random(1), Watch(make_rules()), Watch(make_rules())
+    stream = [{"grad_norm": rng.random() ** 8, "kl": rng.random(), "reward": rng.random()} for _ in range(80)]
+    for values in stream[:40]:
+        a.judge(values)
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert [a.judge(v) for v in stream[40:]] == [b.judge(v) for v in stream[40:]]
+
+
+def test_every_rule_has_a_cause_and_an_action():
+    for rule in make_rules():
+        cause, action = cause_of(rule.metric, rule.text)
+        assert cause != "no known cause", rule.text
+    assert cause_of("grad_norm") != cause_of("grad_norm", "not finite")
+    guide = ("grad_norm", "*/masked_frac", "routing/*", "guard/effective_batch", "step_time")
+    assert tuple(pattern for pattern, _, _ in TROUBLES[:5]) == guide
+
+
+# --- alerts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_gets_the_event_and_its_failures_stop_nothing(tmp_path, capsys):
+    got = tmp_path / "got.json"
+    alerts = Alerts(tmp_path / "a", hook=f"cat > {got}")
+    alerts.tell("info", "fine", step=1)
+    alerts.wait()
+    assert not got.exists()  # information is for the log
+    alerts.tell("critical", "bad", step=2, value=math.nan)
+    alerts.wait()
+    assert json.loads(got.read_text()) | {"time": 0} == {
+        "time": 0,
+        "level": "critical",
+        "text": "bad",
+        "step": 2,
+        "value": "nan",
+    }
+    lines = [json.loads(line) for line in (tmp_path / "a/events.jsonl").read_text().splitlines()]
+    assert [line["level"] for line in lines] == ["info", "critical"]
+
+    for hook in ("exit 3", "sleep 5", "http://127.0.0.1:9/none"):
+        alerts = Alerts(tmp_path / "b", hook=hook)
+        alerts.timeout_s = 0.2
+        alerts.tell("warn", "bad")
+        alerts.tell("warn", "worse")
+        alerts.wait()
+        assert alerts.failures == 2
+    assert capsys.readouterr().out.count("training goes on") == 3  # once a hook
+    Alerts(tmp_path / "c", main=False).tell("critical", "from another rank")
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_hook_posts_to_an_address(tmp_path):
+    bodies = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    alerts = Alerts(tmp_path, hook=f"http://127.0.0.1:{server.server_port}/alert")
+    alerts.tell("warn", "bad", step=7)
+    alerts.wait()
+    server.shutdown()
+    assert bodies[0]["step"] == 7 and alerts.failures == 0
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_retention_never_deletes_the_last_good_checkpoint_nor_the_newest():
+    rng = random.Random(0)
+    for _ in range(500):
+        steps = sorted(rng.sample(range(60), rng.randint(1, 10)))
+        good = {s for s in steps if rng.random() < 0.4} | {s for s in range(60) if rng.random() < 0.1}
+        keep, old = rng.choice([None, 1, 2, 3]), {s for s in steps if rng.random() < 0.3}
+        waiting = {s for s in steps if s > max(good, default=-1) and rng.random() < 0.5}
+        gone = set(removable(steps, good, keep, old, waiting))
+        left = [s for s in steps if s not in gone]
+        assert steps[-1] in left
+        if good & set(steps):
+            assert max(good & set(steps)) in left
+        if keep is not None:
+            assert len(left) <= max(keep, 3)
+        stay = {steps[-1], max(good & set(steps), default=-1), min(waiting, default=-1)}
+        assert {s for s in left if s in old} <= stay and min(waiting, default=steps[-1]) in left
+        if keep is not None and not old:  # no more than needed
+            assert len(left) >= min(len(steps), keep)
+            assert not {s for s in gone if s in good} or not [s for s in left if s not in good | stay]
+    assert removable([], set(), 1) == []
+
+
+def test_a_manifest_knows_every_kind_of_damage(tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "inner").mkdir(parents=True)
+    for name in ("a.bin", "inner/b.bin", "c.bin"):
+        (checkpoint / name).write_bytes(os.urandom(1000))
+    assert "no guard_manifest.json" in faults(checkpoint)[0]
+    write_manifest(checkpoint)
+    assert faults(checkpoint) == []
+    data = bytearray((checkpoint / "a.bin").read_bytes())
+    data[500] ^= 1
+    (checkpoint / "a.bin").write_bytes(data)
+    (checkpoint / "inner/b.bin").write_bytes(b"short")
+    (checkpoint / "c.bin").unlink()
+    assert [fault.split(": ")[-1].split("checkpoint-3/")[1] for fault in faults(checkpoint)] == [
+        "a.bin holds other bytes than were written", "c.bin is missing", "inner/b.bin has 5 bytes where 1,000 were written",
+    ]  # fmt: skip
+
+
+def test_the_disk_budget_is_checked_at_start(tmp_path, monkeypatch):
+    model = torch.nn.Linear(10, 10, dtype=torch.bfloat16)
+    model.bias.requires_grad_(False)
+    assert checkpoint_bytes(model) == 2 * 110 + 4 * 2 * 100
+    assert "3 checkpoints of about 1e-09 GB" in check_disk(tmp_path / "new", 1, 3)
+    with pytest.raises(ValueError, match="more than --guard_disk_gb 1: lower --save_total_limit"):
+        check_disk(tmp_path, 6e8, 2, 1)
+    monkeypatch.setattr(stability.shutil, "disk_usage", lambda place: SimpleNamespace(free=1e9))
+    with pytest.raises(ValueError, match="has 1 GB left"):
+        check_disk(tmp_path, 6e8, 2)
+    with pytest.raises(ValueError, match="more than --guard_disk_gb"):
+        make_ours(tmp_path, guard="rollback", guard_disk_gb=1e-6).train()
+
+
+# --- drills -----------------------------------------------------------------------------------------------------------
+
+BOUNDS = [
+    "grad_norm>50:critical",
+    "entropy<0.001:critical",
+    "reward<0.05:critical",
+    "guard/effective_batch<-1:warn:10",
+]
+DRILL = {
+    "guard": "rollback", "guard_k": 1, "guard_bounds": BOUNDS, "save_strategy": "steps", "save_steps": 2, "max_steps": 6,
+    "reward": length_reward, "max_completion_length": 8, "steps_per_generation": 2, "rollout_dtype": "fp8", "token_clip": "icepop",
+}  # fmt: skip
+QUIET = {k: v for k, v in DRILL.items() if not k.startswith("guard")}
+
+
+class Faulty(GRPOTokenClipTrainer):
+    """A trainer in which `fault` happens at optimizer step `at` (counted from 1), every time that step is made."""
+
+    fault, at = None, 5
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        now = self.state.global_step + 1 == self.at
+        return loss * {"nan": math.nan, "spike": 1e4}.get(self.fault, 1.0) if now else loss
+
+    def score(self, model, inputs):
+        batch = super().score(model, inputs)
+        if self.fault == "entropy" and self.state.global_step + 1 == self.at:
+            batch.entropies.zero_()
+        return batch
+
+    def _calculate_rewards(self, *args):
+        rewards = super()._calculate_rewards(*args)
+        if self.fault == "reward" and self.state.global_step + 1 == self.at:
+            rewards = rewards * 0
+            self._rewards = self._rewards * 0
+            self._metrics["train"]["reward"].append(0.0)
+        return rewards
+
+
+class DropUpdate(TrainerCallback):
+    """What a rollback amounts to: the same run with one step's gradient left out."""
+
+    def __init__(self, trainer, steps):
+        self.trainer, self.steps = trainer, steps
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 in self.steps:
+            self.trainer.model.zero_grad(set_to_none=True)
+
+
+def faulty(folder, fault, at=5, **changes):
+    trainer = make_ours(folder, **changes)
+    trainer.__class__ = type("Faulty", (Faulty,), {"fault": fault, "at": at})
+    trainer.rollout_func = trainer._rollout
+    return trainer
+
+
+def events(folder, kind=None):
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind is None or line.get("kind") == kind]
+
+
+@pytest.mark.parametrize("fault", ["nan", "spike", "entropy", "reward"])
+def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_path, fault):
+    at = 5
+    guarded = faulty(tmp_path / "guarded", fault, at, **DRILL)
+    stability.train(guarded)
+    clean = faulty(tmp_path / "clean", fault, at, **QUIET)
+    clean.add_callback(DropUpdate(clean, {at}))
+    clean.train()
+    (alarm,) = events(tmp_path / "guarded", "alarm")
+    assert alarm["step"] == at and alarm["level"] == "critical" and alarm["cause"] and alarm["action"]
+    assert alarm["metric"] == {"nan": "grad_norm", "spike": "grad_norm"}.get(fault, fault)
+    (back,) = json.loads((tmp_path / "guarded/guard.json").read_text())["rollbacks"]
+    assert back["to"] in (2, 4) and back["skip"] == [at, at]
+    assert guarded.state.global_step == 6
+    assert equal(weights(guarded), weights(clean))
+    assert equal(guarded.optimizer.state_dict(), clean.optimizer.state_dict())
+    assert guarded.lr_scheduler.state_dict()["_last_lr"] == clean.lr_scheduler.state_dict()["_last_lr"]
+    skipped = events(tmp_path / "guarded", "skip")
+    assert [e["step"] for e in skipped] == [at]
+
+
+@pytest.mark.slow
+def test_a_rolled_back_run_differs_from_one_that_kept_the_batch(tmp_path):
+    guarded = faulty(tmp_path / "a", "spike", **DRILL)
+    stability.train(guarded)
+    kept = faulty(tmp_path / "b", "spike", **QUIET)
+    kept.train()
+    assert not equal(weights(guarded), weights(kept))
+
+
+def test_drill_rollback_restores_the_checkpoint_bit_for_bit(tmp_path):
+    """What training starts from after the rollback is what was saved: weights, optimizer, schedule, random state, cursor."""
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append((state.global_step, weights(trainer), trainer._step, trainer.guard.watch.state_dict()))
+
+    class Keep(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            kept[state.global_step] = (weights(trainer), trainer._step, trainer.guard.watch.state_dict())
+
+    kept = {}
+    trainer = faulty(tmp_path, "nan", **DRILL)
+    for callback in (Look(), Keep()):
+        trainer.add_callback(callback)
+    stability.train(trainer)
+    (step, model, cursor, watch) = seen[-1]
+    assert step in kept and equal(model, kept[step][0]) and (cursor, watch) == kept[step][1:]
+
+
+def test_drill_halt_names_the_checkpoint_and_keeps_the_weights(tmp_path, capsys):
+    trainer = faulty(tmp_path, "nan", gradloc="directional", **DRILL | {"guard": "halt"})
+    before = []
+    trainer.add_callback(
+        type("B", (TrainerCallback,), {"on_step_end": lambda *a, **k: before.append(weights(trainer))})()
+    )
+    with pytest.raises(SystemExit) as end:
+        run(trainer)
+    text = str(end.value)
+    assert (
+        "step 5: grad_norm is not finite" in text
+        and f"--resume_from_checkpoint {tmp_path / 'checkpoint-4'}" not in text
+    )
+    assert f"--resume_from_checkpoint {tmp_path / 'checkpoint-2'}" in text  # good: two steps after it were healthy
+    assert "GradLoc's report: " in text and ".html" in text
+    assert equal(weights(trainer), before[-1])  # stopped before the update
+    assert (tmp_path / "acceptance.md").exists() and "acceptance: " in capsys.readouterr().out
+
+
+def test_drill_warn_only_tells(tmp_path):
+    trainer = faulty(tmp_path, "spike", **DRILL | {"guard": "warn"})
+    stability.train(trainer)
+    plain = faulty(tmp_path / "plain", "spike", **QUIET)
+    plain.train()
+    assert equal(weights(trainer), weights(plain))  # watching changes nothing
+    assert [e["level"] for e in events(tmp_path, "alarm")] == ["critical"]
+    assert [r["guard/level"] for r in trainer.state.log_history if "guard/level" in r] == [0, 0, 0, 0, 3, 0]
+
+
+def test_drill_a_fault_that_stays_ends_the_run_after_its_retries(tmp_path):
+    class Broken(Faulty):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss * math.nan if self.state.global_step >= 3 else loss
+
+    trainer = make_ours(tmp_path, guard_retries=2, guard_on_rollback=["learning_rate_scale*0.5"], **DRILL)
+    trainer.__class__ = Broken
+    with pytest.raises(GuardHalt, match=r"after 2 rollbacks \(--guard_retries 2\).*--resume_from_checkpoint"):
+        stability.train(trainer)
+    assert len(events(tmp_path, "rollback")) == 2 and trainer._lr_scale == 0.25
+    assert trainer._get_learning_rate() == pytest.approx(0.25 * 1e-3)
+
+
+def test_drill_corrupt_checkpoint_falls_back_to_the_one_before(tmp_path):
+    class Corrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            path = tmp_path / "checkpoint-4" / "optimizer.pt"
+            if state.global_step == 6 and path.exists():
+                path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+
+    trainer = faulty(tmp_path, "nan", 7, **DRILL | {"max_steps": 8})
+    trainer.add_callback(Corrupt())
+    stability.train(trainer)
+    (corrupt,) = events(tmp_path, "corrupt")
+    assert "checkpoint-4/optimizer.pt holds other bytes" in corrupt["text"]
+    (back,) = events(tmp_path, "rollback")
+    assert back["to"] == 2
+    clean = faulty(tmp_path / "clean", "nan", 7, **QUIET | {"max_steps": 8})
+    clean.add_callback(DropUpdate(clean, {7}))
+    clean.train()
+    assert equal(weights(trainer), weights(clean))
+
+
+def test_a_damaged_checkpoint_is_refused_at_resume(tmp_path):
+    trainer = make_ours(tmp_path, **DRILL | {"max_steps": 2, "guard": "warn"})
+    stability.train(trainer)
+    path = tmp_path / "checkpoint-2" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="checkpoint-2 is damaged: .*model.safetensors has"):
+        stability.train(make_ours(tmp_path, **DRILL), str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")],
+)
+def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path, monkeypatch, error):
+    real = torch.save
+
+    def full(state, path, *args, **kwargs):
+        if "checkpoint-4" in str(path) and "rollout_state" in str(path):
+            raise error
+        return real(state, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    trainer = faulty(tmp_path, "nan", **DRILL)
+    stability.train(trainer)
+    assert trainer.state.global_step == 6
+    disk = events(tmp_path, "disk")
+    assert disk and all("checkpoint-4 could not be written" in e["text"] for e in disk)
+    assert [step_of(p) for p in on_disk(tmp_path)] == [0, 2, 6] and faults(tmp_path / "checkpoint-2") == []
+    assert events(tmp_path, "rollback")[0]["to"] == 2
+    with pytest.raises(type(error)):  # without a guard nothing catches it
+        faulty(tmp_path / "bare", None, **QUIET).train()
+
+
+def test_another_error_while_saving_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+    trainer = make_ours(tmp_path, **DRILL | {"guard": "warn"})
+    monkeypatch.setattr(trainer, "_save_rollout_state", lambda trial: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        stability.train(trainer)
+
+
+def test_drill_stale_weights_are_seen_within_two_samplings(tmp_path):
+    trainer = make_ours(tmp_path, **DRILL | {"guard": "halt", "steps_per_generation": 1, "max_steps": 8})
+    push = trainer.engine.push_weights
+
+    def lost(model, version):
+        if version < 3:
+            return push(model, version)
+        trainer.engine.version = version  # believes that it has them
+
+    trainer.engine.push_weights = lost
+    with pytest.raises(GuardHalt, match="guard/stale"):
+        stability.train(trainer)
+    found = events(tmp_path, "alarm")
+    assert [(e["step"], e["level"]) for e in found] == [(4, "warn"), (5, "warn"), (5, "critical")][
+        :: 2 if len(found) == 2 else 1
+    ]
+    assert "do not reach the rollout engine" in found[-1]["cause"]
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import stability
+from training import make_ours
+from test_stability import DRILL
+
+trainer = make_ours({folder!r}, **DRILL)
+save = trainer._save_optimizer_and_scheduler
+
+def killed(output_dir):
+    save(output_dir)
+    if trainer.state.global_step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+trainer._save_optimizer_and_scheduler = killed
+stability.train(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_drill_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+    folder = tmp_path / "run"
+    paths = [str(REPO), str(REPO / "recipes"), str(REPO / "tests")]
+    code = KILLED.format(paths=paths, folder=str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert (folder / "checkpoint-4").is_dir() and faults(folder / "checkpoint-4") != []
+    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last")
+    settle_output_dir(args, explicit=True)
+    assert args.resume_from_checkpoint == str(folder / "checkpoint-2") and faults(folder / "checkpoint-2") == []
+    rest = make_ours(folder, **DRILL)
+    stability.train(rest, args.resume_from_checkpoint)
+    whole = make_ours(tmp_path / "whole", **DRILL)
+    stability.train(whole)
+    assert equal(weights(rest), weights(whole)) and faults(folder / "checkpoint-4") == []
+    assert rest.guard.watch.state_dict() == whole.guard.watch.state_dict()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_remembers_its_rollbacks_and_what_it_leaves_out(tmp_path):
+    first = faulty(tmp_path, "nan", **DRILL)
+    first.add_callback(StopAt(5))
+    stability.train(first)
+    rest = faulty(tmp_path, "nan", **DRILL)
+    stability.train(rest, str(tmp_path / "checkpoint-4"))
+    assert len(rest.guard.ledger["rollbacks"]) == 1 and rest.state.global_step == 6
+    clean = faulty(tmp_path / "clean", "nan", **QUIET)
+    clean.add_callback(DropUpdate(clean, {5}))
+    clean.train()
+    assert equal(weights(rest), weights(clean))
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_checkpoints_become_good_after_k_healthy_steps_and_retention_keeps_one(tmp_path, limit):
+    trainer = make_ours(tmp_path, **DRILL | {"guard_k": 3, "save_steps": 1, "max_steps": 8, "save_total_limit": limit})
+    history = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            history.append(max(trainer.guard.ledger["good"]))
+
+    trainer.add_callback(Look())
+    stability.train(trainer)
+    left = [step_of(p) for p in on_disk(tmp_path)]
+    assert left[-1] == 8 and history[-1] in left
+    if limit is None:
+        assert history == [0, 0, 0, 1, 2, 3, 4, 5] and left == list(range(9))
+    else:  # every other one is deleted before it can become good
+        assert len(left) == 3 and history == sorted(history) and 3 <= history[-1] <= 5
+
+
+# --- what the guard adds to the metrics -------------------------------------------------------------------------------
+
+
+def test_update_norm_is_the_norm_of_the_update(tmp_path):
+    trainer = make_ours(tmp_path, guard="warn", max_steps=2, reward=length_reward)
+    before, norms = [weights(trainer)], []
+
+    class Measure(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            now = weights(trainer)
+            moved = {k: (now[k] - before[0][k]).double().square().sum() for k in now if k != "lm_head.weight"}  # tied
+            norms.append(math.sqrt(sum(moved.values())))
+            before[0] = now
+
+    trainer.add_callback(Measure())
+    stability.train(trainer)
+    logged = [r["guard/update_norm"] for r in trainer.state.log_history if "guard/update_norm" in r]
+    assert logged == pytest.approx(norms, rel=1e-4) and min(norms) > 0
+    trainer.guard.sampled = 1000
+    trainer.guard._before = [(b[0] * 0, b[1]) for b in trainer.guard._sampled_weights()]
+    trainer.guard.on_optimizer_step(None, None, None)
+    whole = math.sqrt(sum(p.detach().square().sum().item() for p in trainer.model.parameters()))
+    assert trainer._metrics["train"]["guard/update_norm"][-1] == pytest.approx(whole, rel=0.2)  # a sample, scaled up
+
+
+def test_a_nan_loss_shows_once_and_not_for_ever(tmp_path):
+    trainer = faulty(tmp_path, "nan", 2, **QUIET | {"max_steps": 3, "save_strategy": "no", "max_grad_norm": 0.0})
+    trainer.add_callback(DropUpdate(trainer, {2}))
+    trainer.train()
+    losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+    assert [math.isnan(loss) for loss in losses] == [False, True, False]
+
+
+# --- alignment --------------------------------------------------------------------------------------------------------
+
+
+def test_alignment_is_recorded_and_leaves_no_trace_in_the_run(tmp_path):
+    trainer = make_ours(
+        tmp_path / "a", guard="warn", max_steps=2, reward=length_reward, top_k=5, keep_sampling_mask=True
+    )
+    stability.train(trainer)
+    plain = make_ours(tmp_path / "b", max_steps=2, reward=length_reward, top_k=5, keep_sampling_mask=True)
+    plain.train()
+    assert equal(weights(trainer), weights(plain))
+    record = json.loads((tmp_path / "a/alignment.json").read_text())
+    assert record["libraries"]["torch"].startswith("2.") and record["smoke"]["mean_gap"] < 1e-4
+    assert record["training"]["top_k"] == record["rollout"]["top_k"] == 5 and record["settings"]["guard"] == "warn"
+
+
+def test_differences_name_both_values():
+    assert differences({"a": 1, "b": 2}, {"a": 1, "c": 3}) == []
+    assert differences({"a": 1, "b": 2}, {"b": 3}) == ["b is 2 in training and 3 in the rollout engine"]
+
+
+@pytest.mark.parametrize("what", ["eos", "weights", "settings", "tokenizer", "nan"])
+def test_a_mismatch_stops_the_run_with_the_difference(tmp_path, what, monkeypatch):
+    trainer = make_ours(tmp_path, guard="warn", max_steps=1)
+    words = {
+        "eos": r"eos_token_ids is \[379, 381\] in training and \[300, 379, 381\] in the rollout", "weights": "explains 0.001",
+        "settings": "temperature is 1.0 in training and 0.7", "tokenizer": "500 tokens and the model 384 embeddings",
+        "nan": "gradient is not finite",
+    }  # fmt: skip
+    if what == "eos":
+        trainer.engine._is_eos[300] = True
+    if what == "weights":
+        trainer.sync_engine()
+        for p in trainer.engine.model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    if what == "settings":
+        real = trainer.engine.generate
+        trainer.engine.generate = lambda *a, **k: real(*a, **k | {"temperature": 0.7})
+    if what == "tokenizer":
+        monkeypatch.setattr(type(trainer._tokenizer), "__len__", lambda self: 500)
+    if what == "nan":
+        for p in trainer.model.model.layers[0].parameters():
+            p.data.fill_(math.nan)
+    with pytest.raises(ValueError, match=words[what]):
+        check_alignment(trainer)
+
+
+def test_resume_with_another_model_or_world_size_says_so(tmp_path):
+    make_ours(tmp_path, **QUIET | {"max_steps": 2}).train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    moe = save_moe(tmp_path / "moe")
+    with pytest.raises(ValueError, match="holds a model of model_type qwen3 and this run trains one of qwen3_moe"):
+        make_ours(tmp_path, model=moe, **QUIET).train(resume_from_checkpoint=checkpoint)
+    path = tmp_path / "checkpoint-2" / "rollout_state_0.pt"
+    torch.save(torch.load(path) | {"num_processes": 2}, path)
+    with pytest.raises(ValueError, match="saved by 2 processes and this run has 1"):
+        make_ours(tmp_path, **QUIET).train(resume_from_checkpoint=checkpoint)
+
+
+# --- control.yaml -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_keeps_the_old_value_and_says_so(tmp_path):
+    held, told = {"beta": 0.1, "on": True}, []
+    controls = {
+        "beta": Control(lambda: held["beta"], lambda v: held.update(beta=v), number(0, 1)),
+        "part.enabled": Control(lambda: held["on"], lambda v: held.update(on=v), switch),
+    }
+    file = ControlFile(
+        tmp_path / "control.yaml", controls, lambda level, text, **fields: told.append((level, text, fields))
+    )
+
+    def write(text):
+        told.clear()
+        (tmp_path / "control.yaml").write_text(text)
+        values = file.read()
+        if values is not None:
+            file.apply(values)
+        return [level for level, _, _ in told]
+
+    assert file.read() is None  # no file
+    assert write("beta: 0.2") == ["info"] and held["beta"] == 0.2
+    assert told[0][2] == {"name": "beta", "old": 0.1, "new": 0.2} and "beta 0.1 -> 0.2" in told[0][1]
+    assert write("beta: 0.2") == []  # unchanged
+    assert write("beta: 0.2\n# a comment") == []  # read again, nothing differs
+    for bad in (
+        "beta: -1",
+        "beta: strong",
+        "beta: true",
+        "beta: .nan",
+        "beta: [1]",
+        "beta:",
+        "gamma: 1",
+        "beta: {x: 1}",
+        "- 1",
+        "beta: : 1",
+        "a\tb: {",
+    ):
+        assert write(bad) == ["warn"], bad
+        assert held == {"beta": 0.2, "on": True}
+    assert "it stays 0.2" in (write("beta: 7"), told[0][1])[1]
+    assert write("part: {enabled: false}\nbeta: 0") == ["info", "info"] and held == {"beta": 0.0, "on": False}
+    assert write("part.enabled: 1") == ["warn"] and held["on"] is False
+    assert write("") == [] and write("beta: 0.3") == ["info"]
+
+
+def test_control_changes_the_run_at_the_step_boundary_with_an_audit_trail(tmp_path):
+    class Edit(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            text = {2: "beta: 0.5\nlearning_rate_scale: 0.1", 3: "beta: oops"}.get(state.global_step)
+            if text:
+                (tmp_path / "control.yaml").write_text(text)
+
+    trainer = make_ours(tmp_path, **QUIET | {"guard": "warn", "beta": 0.01, "max_steps": 4})
+    trainer.add_callback(Edit())
+    stability.train(trainer)
+    found = events(tmp_path, "control")
+    assert [(e["level"], e["step"], e.get("old"), e.get("new")) for e in found] == [
+        ("info", 2, 0.01, 0.5), ("info", 2, 1.0, 0.1), ("warn", 3, 0.5, None),
+    ]  # fmt: skip
+    assert trainer.beta == 0.5
+    rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+    rest = make_ours(tmp_path, **QUIET | {"guard": "warn", "beta": 0.01, "max_steps": 6})
+    (tmp_path / "control.yaml").unlink()
+    stability.train(rest, str(tmp_path / "checkpoint-4"))
+    assert rest.beta == 0.5 and rest._get_learning_rate() == pytest.approx(
+        1e-4
+    )  # the checkpoint carries what was changed
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "small", "full:20", "small:20,full:3", "small:0,full", "full:2,small", "small:2,small:3,full", "tiny:2,full"],
+)
+def test_stages_that_make_no_sense_are_refused(text):
+    if text == "small":
+        assert parse_stages(text) == [("small", None)]
+        return
+    with pytest.raises(ValueError, match="--stages"):
+        parse_stages(text)
+
+
+def test_a_stage_widens_only_after_its_steps_without_an_alarm():
+    stages = Stages(parse_stages("small:3,medium:2,full"))
+    shares = []
+    for healthy in (1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1):
+        shares.append(stages.share)
+        stages.step(bool(healthy))
+    assert shares == [0.25] * 6 + [0.5] * 4 + [1.0]
+    assert narrowed(list(range(32)), 0.25, 8) == list(range(8)) and narrowed(list(range(16)), 0.25, 8) == list(
+        range(8)
+    )
+
+
+def test_staged_runs_use_part_of_the_batch_and_of_the_length(tmp_path):
+    trainer = make_ours(
+        tmp_path, guard="warn", guard_stages="small:2,medium:1,full", max_steps=5, per_device_train_batch_size=16,
+        reward=length_reward, max_completion_length=16, guard_bounds=["guard/effective_batch<-1:warn:10"],
+    )  # fmt: skip
+    sizes, widths = [], []
+    inner = trainer._rollout
+    trainer.rollout_func = lambda prompts, t: (sizes.append(len(prompts)), inner(prompts, t))[1]
+    trainer.add_callback(
+        type("W", (TrainerCallback,), {"on_step_end": lambda *a, **k: widths.append(trainer._counts["seq_sum"])})()
+    )
+    stability.train(trainer)
+    assert sizes == widths == [4, 4, 8, 16, 16]
+    lengths = [r["completions/max_length"] for r in trainer.state.log_history if "loss" in r]
+    assert max(lengths[:2]) <= 4 and lengths[2] <= 8 and max(lengths[3:]) > 8
+    assert [e["step"] for e in events(tmp_path, "stage")] == [2, 3]
+
+
+# --- flags and report -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guard": "on"}, "--guard on is unknown"),
+        ({"guard_k": 3}, "--guard_k 3 is set, but guard is off: add --guard warn"),
+        ({"guard_bounds": ["kl>1:warn"]}, "--guard_bounds .* is set, but guard is off"),
+        ({"guard": "halt", "guard_on_rollback": ["beta=1"]}, "add --guard rollback"),
+        ({"guard": "rollback", "guard_on_rollback": ["beta*2"]}, "is not name=value of a control"),
+        ({"guard": "warn", "guard_stages": "tiny:3"}, "--stages tiny:3"),
+        ({"guard": "warn", "guard_retries": -1}, "need at least"),
+    ],
+)
+def test_guard_options_are_checked(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        RLVRConfig(str(tmp_path), **options)
+    with pytest.raises(ValueError, match="beta"):
+        make_ours(tmp_path, guard="rollback", guard_on_rollback=["beta=0.1"])  # no reference model is loaded
+
+
+def test_changes_after_a_rollback_are_read():
+    assert parse_change("beta=0.05") == ("beta", "=", 0.05)
+    assert parse_change("learning_rate_scale*0.5") == ("learning_rate_scale", "*", 0.5)
+    assert parse_change("rl_stability.sequence_masking.enabled=true")[2] is True
+
+
+def test_acceptance_reports_what_is_wrong(tmp_path, capsys):
+    trainer = faulty(tmp_path, "spike", **DRILL | {"guard": "warn"})
+    run(trainer)
+    lines = {line.text: line for line in checklist(tmp_path)}
+    assert lines["Metrics: smooth gradient norm"].verdict == "fail"
+    assert lines["Logs: no explosion alert, no NaN or Inf, no filter exception"].verdict == "fail"
+    assert lines["Smoke run of forward, backward, sampling"].verdict == "pass"
+    assert lines["Keep routing: recorded experts replayed"].verdict == "off"
+    summary = write_acceptance(tmp_path)
+    assert "fail: Verification: Metrics: smooth gradient norm" in summary
+    for name in ("acceptance.md", "acceptance.html"):
+        text = (tmp_path / name).read_text()
+        assert all(line.text.split(":")[0] in text for line in lines.values())
+    stability.main(["report", str(tmp_path)])
+    assert capsys.readouterr().out.rstrip().endswith(summary.rstrip().splitlines()[-1])
+    with pytest.raises(SystemExit, match="holds no metrics.jsonl"):
+        stability.main(["report", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match="usage"):
+        stability.main([])
+
+
+def test_acceptance_does_not_hold_a_rolled_back_step_against_the_run(tmp_path):
+    run(faulty(tmp_path, "nan", **DRILL))
+    lines = {line.text: line for line in checklist(tmp_path)}
+    assert lines["Numerical stability: no explosion, no run stopped by a spike"].verdict == "pass"
+    assert "1 rollbacks" in lines["Numerical stability: no explosion, no run stopped by a spike"].measured
+
+
+def test_the_checklist_names_files_and_tests_that_exist():
+    text = (REPO / "results" / "dsv32" / "checklist.md").read_text()
+    known = {
+        name
+        for path in (REPO / "tests").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    named = set(re.findall(r"test_\w+\b(?![.\w])", text))
+    assert len(named) > 30 and [n for n in named if not any(k.startswith(n.rstrip("_")) for k in known)] == []
+    for path in re.findall(r"(?:recipes|results|benchmarks)/[\w/]+\.(?:py|yaml)|\btest_\w+\.py", text):
+        assert (REPO / path).exists() or (REPO / "tests" / path).exists(), path
+
+
+def test_a_guard_refuses_what_it_cannot_do(tmp_path):
+    trainer = make_ours(tmp_path)
+    with pytest.raises(ValueError, match="guard mode 'loud' is unknown"):
+        StabilityGuard(trainer, "loud")
+    assert rlvr_common.stability is stability and stability_control.SHARES["full"] == 1.0 and MODEL
