@@ -51,6 +51,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_agreement,
     routing_shape,
 )
+from spectral_monitor import SpectralMonitor
 from verifier import MathVerifier
 
 LOG_RATIO_CLAMP = 20.0  # exp(20) = 4.9e8: far beyond any use, far below float32 overflow (exp(89) = inf)
@@ -446,6 +447,11 @@ class RLVRConfig(GRPOConfig):
     layer_clip_alpha: float = field(default=2.0, metadata={"help": "a layer may reach this multiple of its statistic"})
     layer_clip_beta: float = field(default=0.95, metadata={"help": "decay of the statistic, per step"})
     layer_clip_mode: str = field(default="layer", metadata={"help": "layer | tensor (every parameter by itself)"})
+    # gradient spectra
+    spectral_every: int = field(
+        default=0,
+        metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
+    )
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -495,6 +501,8 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
         if not 0 <= self.layer_clip_beta < 1:
             raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
+        if self.spectral_every < 0:
+            raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:
@@ -583,6 +591,8 @@ class RLVRTrainer(GRPOTrainer):
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
         self._attachment = self._watch_gradients()
+        if args.spectral_every:  # after GradLoc and LayerClip: what is attached last sees the gradient first
+            SpectralMonitor(self, args.spectral_every)
         self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
 
     def _check_routing(self):
@@ -689,7 +699,7 @@ class RLVRTrainer(GRPOTrainer):
         if self._old_routes is not None:
             output["old_routes"] = self._old_routes
         generations = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = group_advantages(self._rewards, generations, self.args.scale_rewards)
+        advantages = self.advantages(self._rewards, generations)
         n, rank = len(inputs), self.accelerator.process_index
         output["advantages"] = advantages[rank * n : (rank + 1) * n]
         output["rewards"] = self._rewards[rank * n : (rank + 1) * n]
@@ -701,6 +711,10 @@ class RLVRTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["frac_reward_zero_std"][-1] = equal.float().mean().item()
         return output
+
+    def advantages(self, rewards, num_generations):
+        """Advantages of all ranks' samples from their rewards, (N,) -> (N,). A recipe with another estimator overrides it."""
+        return group_advantages(rewards, num_generations, self.args.scale_rewards)
 
     def _place_sampled_routes(self, tokens):
         """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
@@ -964,10 +978,18 @@ class RLVRTrainer(GRPOTrainer):
             "num_processes": self.accelerator.num_processes,
             "data_digest": self.data_digest(),
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
+            "own": self.recipe_state(),
         }
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
+
+    def recipe_state(self):
+        """What a recipe must keep in a checkpoint beside what every recipe keeps: plain numbers and tensors."""
+        return {}
+
+    def load_recipe_state(self, state):
+        """The counterpart, before training goes on."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
@@ -1031,6 +1053,7 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
+        self.load_recipe_state(state["own"])
         if self._attachment is not None and state["gradients"] is not None:
             self._attachment.load_state_dict(state["gradients"])
 
