@@ -452,6 +452,9 @@ class RLVRConfig(GRPOConfig):
         default=0,
         metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
     )
+    spectral_top: int = field(
+        default=32, metadata={"help": "directions of spectral/top_share. The article: 32, of 1,024 to 2,048"}
+    )
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -503,6 +506,9 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
         if self.spectral_every < 0:
             raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
+        if self.spectral_top < 1:
+            raise ValueError(f"--spectral_top {self.spectral_top} must be at least 1")
+        self._refuse_without("spectral", not self.spectral_every, "--spectral_every 10")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:
@@ -592,7 +598,7 @@ class RLVRTrainer(GRPOTrainer):
         self._data_digest = None
         self._attachment = self._watch_gradients()
         if args.spectral_every:  # after GradLoc and LayerClip: what is attached last sees the gradient first
-            SpectralMonitor(self, args.spectral_every)
+            SpectralMonitor(self, args.spectral_every, args.spectral_top)
         self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
 
     def _check_routing(self):

@@ -1,7 +1,11 @@
-"""Ares against full SVDs and a plain-loop reference in float64; invariances, state, refusals; two processes in test_ares_distributed.py."""
+"""Ares against full SVDs and a plain-loop reference in float64; invariances, state, refusals, two processes."""
 
 import copy
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -572,3 +576,13 @@ def test_metrics_name_the_ranks():
         == optimizer.state[optimizer.param_groups[0]["params"][0]]["rank"].item()
     )
     assert 1 < metrics["ares/rank/mean"] <= 4 and metrics["ares/skipped"] == 0
+
+
+def test_two_processes_with_sharded_parameters_equal_one():
+    """Also uneven shards, a rank without any, a NaN on one rank, Cholesky failing, a sharding that is refused."""
+    script = Path(__file__).with_name("ares_on_two.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0 and "equal" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]
