@@ -37,6 +37,7 @@ LAYERS = {
     "1.7B": [(2048, 2048), (1024, 2048), (1024, 2048), (2048, 2048), (6144, 2048), (6144, 2048), (2048, 6144)],
 }
 RANK = 64
+GALORE = {"rank": RANK, "update_proj_gap": 1, "scale": 1.0, "projection_type": "std"}
 
 
 class FullSVD(torch.optim.Optimizer):
@@ -193,7 +194,7 @@ def main():
         slow, _ = compare(
             shapes[:2] if args.quick else shapes[:1], 2 if args.quick else 3,
             {"muon": lambda p: torch.optim.Muon(p, lr=1e-6), "ares": lambda p: Ares(p, lr=1e-6, rank_max=RANK),
-             "galore": lambda p: GaLore([{"params": p, "rank": RANK, "update_proj_gap": 1, "scale": 1.0, "projection_type": "std"}], lr=1e-6),
+             "galore": lambda p: GaLore([{"params": p, **GALORE}], lr=1e-6),
              "full_svd": lambda p: FullSVD(p, RANK)}, clock,
         )  # fmt: skip
         for other, seconds in (("adamw", fast), ("muon", slow), ("galore", slow), ("full_svd", slow)):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from test_distributed import FSDP2
 
 from ares import Ares, spectral_stats
@@ -314,6 +315,16 @@ def test_flags_of_other_losses_are_refused(tmp_path):
     for name, value in (("beta", 0.1), ("scale_rewards", "batch"), ("delta", 2.0)):
         with pytest.raises(ValueError, match=f"--{name}"):
             refuse_unused(AresDAPOConfig(**options(tmp_path, **{name: value})), {"epsilon", "epsilon_high"})
+
+
+@pytest.mark.parametrize("size", ["1.7b", "4b", "8b"])
+def test_the_configurations_are_consistent(tmp_path, size):
+    values = yaml.safe_load((REPO / "recipes" / "configs" / f"qwen3_{size}_ares.yaml").read_text())
+    assert values.pop("model_name_or_path").lower().endswith(size)
+    args = AresDAPOConfig(**values | {"output_dir": str(tmp_path), "report_to": "none", "bf16": False})
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32 * 12
+    assert args.steps_per_generation * args.per_device_train_batch_size == 512 * 12 and args.dynamic_sampling
+    refuse_unused(args, {"epsilon", "epsilon_high"})
 
 
 def test_defaults_of_the_algorithms(tmp_path):
