@@ -40,7 +40,7 @@ from gradloc import Attachment, GradLoc
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
-from rollout import TransformersEngine
+from rollout import ROLLOUT_DTYPES, TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
     agreeing_rows,
     place_routes,
@@ -396,7 +396,7 @@ class RLVRConfig(GRPOConfig):
     # rollouts
     rollout_dtype: str = field(
         default="float32",
-        metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 (emulated)"},
+        metadata={"help": "precision of the sampling copy: float32 | bfloat16 | fp8 | int8 | int4 (emulated)"},
     )
     rollout_batch_size: int | None = field(default=None, metadata={"help": "sequences sampled at once; unset = all"})
     num_minibatches: int | None = field(
@@ -468,8 +468,10 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
             raise ValueError(f"--scale_rewards {self.scale_rewards} is unknown: use none, group or batch")
-        if self.rollout_dtype not in ("float32", "bfloat16", "fp8", "int8"):
-            raise ValueError(f"--rollout_dtype {self.rollout_dtype} is unknown: use float32, bfloat16, fp8 or int8")
+        if self.rollout_dtype not in ROLLOUT_DTYPES:
+            raise ValueError(
+                f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"--temperature {self.temperature}: training needs a value above 0, greedy samples are all equal"

@@ -26,6 +26,13 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 REPO = Path(__file__).resolve().parent
+# Models that ship with the project, under tiny/: --model_name_or_path takes the short name.
+TINY = {
+    "tiny": "qwen3",
+    "tiny-moe": "qwen3_moe",
+    "tiny-moe-split": "qwen3_moe_split",
+    "tiny-moe-words": "qwen3_moe_words",
+}
 TINY_CONFIG = REPO / "recipes" / "configs" / "tiny.yaml"
 
 # The twenty inherited options that matter; the rest is behind --help_all.
@@ -197,12 +204,12 @@ def check_config_file(paths, config_class):
 
 
 def find_model(name, folder=None):
-    """`tiny` or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
+    """A name of TINY or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
     `folder`; anything else (hub id, path) unchanged."""
     if name is None:
         raise ValueError("no model: give --model_name_or_path, or a --config that names one")
-    if name == "tiny":
-        return str(REPO / "tiny" / "qwen3")
+    if name in TINY:
+        return str(REPO / "tiny" / TINY[name])
     if name.endswith(".gguf"):
         return unpack_gguf(Path(name), Path(folder) / "base_model")
     return str(REPO / name) if not Path(name).exists() and (REPO / name).is_dir() else name

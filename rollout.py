@@ -39,8 +39,8 @@ from transformers.initialization import no_init_weights
 
 from routing import Recorder, empty_routes, record_routing, routing_shape
 
-ROLLOUT_DTYPES = ("float32", "bfloat16", "fp8", "int8")
-E4M3_MAX = 448.0  # largest finite float8_e4m3fn
+ROLLOUT_DTYPES = ("float32", "bfloat16", "fp8", "int8", "int4")
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # of float8_e4m3fn and of the symmetric integers
 WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}  # what torch.compile and checkpoint wrappers add to names
 
 
@@ -227,8 +227,8 @@ def _checksums(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_quantize(x: torch.Tensor, rollout_dtype: str) -> torch.Tensor:
-    """Rounds x (..., K) to fp8 e4m3 or int8 with one scale per row of K values, and back to x's dtype."""
-    top = E4M3_MAX if rollout_dtype == "fp8" else 127.0
+    """Rounds x (..., K) to fp8 e4m3, int8 or int4 with one scale per row of K values, and back to x's dtype."""
+    top = LARGEST[rollout_dtype]
     amax = x.abs().amax(-1, keepdim=True)  # (..., 1)
     scale = torch.where(amax == 0, 1.0, amax / top).to(x.dtype)  # an all-zero row stays zero, not NaN
     scaled = x / scale
@@ -291,9 +291,10 @@ class TransformersEngine:
                    float32   no mismatch but rounding of sums
                    bfloat16  weights, activations and cache in bfloat16, log-softmax in float32
                    int8      weights rounded to symmetric int8, one scale per output channel (W8A16's weights)
+                   int4      the same with 4 bits (W4A16's weights; served ones have a scale per 128 inputs)
                    fp8       weights rounded to e4m3 with one scale per output channel, and inputs of those layers with
                              one dynamic scale per token, which is how vLLM serves FP8 (W8A8, its FP8-dynamic scheme)
-                   int8 and fp8 touch every nn.Linear but the output head, and every 3-D expert stack (one scale per
+                   fp8, int8 and int4 touch every nn.Linear but the output head, and every 3-D expert stack (one scale per
                    expert and output channel; between the two expert matrices activations stay float32). Embeddings,
                    norms, routers and the head stay whole, as in those engines. Products are computed in float32 on the
                    rounded values, so this costs memory and time of float32 and only the numbers are those of 8 bits.
@@ -327,7 +328,7 @@ class TransformersEngine:
         self.rollout_dtype = rollout_dtype
         self.device = torch.device(device) if device is not None else next(base.parameters()).device
         self.model = _empty_copy(base, torch.bfloat16 if rollout_dtype == "bfloat16" else torch.float32, self.device)
-        self._quantized = self._prepare_quantization() if rollout_dtype in ("fp8", "int8") else set()
+        self._quantized = self._prepare_quantization() if rollout_dtype in LARGEST else set()
         self._targets = {source.name: source.tensor for source in _weight_sources(self.model)}
         self._routing = routing_shape(self.model) if record_routes else None
 

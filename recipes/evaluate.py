@@ -219,8 +219,8 @@ def normalised_answer(text):
 
 
 def load_model(name):
-    """(model on the CPU, tokenizer) for tiny, a folder or a hub id; a local LoRA adapter is merged into its base."""
-    place = find_model("tiny/qwen3" if name == "tiny" else name)
+    """(model on the CPU, tokenizer) for a tiny model's name, a folder or a hub id; a local LoRA adapter is merged into its base."""
+    place = find_model(name)
     folder = Path(place).expanduser()
     if not folder.is_dir() and (place.count("/") > 1 or place[0] in "/.~"):
         raise FileNotFoundError(f"--model {name}: there is no such folder, and a hub id looks like org/name")

@@ -16,9 +16,11 @@ r"""MiniRL, synchronous: importance-corrected policy gradient with a decoupled c
 Papers: MiniRL arXiv:2512.01374 (eq. 7, section 4), R3 arXiv:2510.11370, R2 = GSPO's routing replay arXiv:2507.18071.
 Which setting for which N (the paper's recommendation): N = 1 no replay; N = 2 clip and R2; N = 4 or 8 clip and R3.
 
-Smoke   accelerate launch recipes/minirl_sync.py                       tiny Qwen3, N = 2, arithmetic, CPU, about 2 minutes
-Compare accelerate launch recipes/minirl_sync.py --num_minibatches 8          (or --no_clip, --no_is, --length_norm)
-MoE     accelerate launch recipes/minirl_sync.py --model_name_or_path YOUR_MOE --num_minibatches 4 --routing_replay r3
+Smoke   accelerate launch recipes/minirl_sync.py                       tiny Qwen3-MoE, N = 2, R2, arithmetic, CPU, about 2 minutes
+Compare accelerate launch recipes/minirl_sync.py --num_minibatches 8 --routing_replay r3     (or --no_clip, --no_is, --length_norm)
+Dense   accelerate launch recipes/minirl_sync.py --config recipes/configs/tiny_minirl.yaml --model_name_or_path tiny --routing_replay none
+Real    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/minirl_sync.py \
+            --config recipes/configs/qwen3_30b_a3b_minirl_n4_r3.yaml         (also n1, n2_r2, n8_r3)
 Expect  held-out accuracy rises by 15 points or more
 Knobs   --num_minibatches, --routing_replay, --learning_rate, --is_cap, --epsilon, --epsilon_high
 Watch   routing/rollout_agreement below 0.9: the engines route apart, replay helps. minirl/masked_frac above 0.2: too many updates
@@ -69,6 +71,10 @@ class MiniRLConfig(RLVRConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
+        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
+            raise ValueError(
+                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
+            )
         if not self.is_cap > 0:
             raise ValueError(f"--is_cap {self.is_cap} must be above 0")
         super().__post_init__()
@@ -99,8 +105,9 @@ def main():
     args, model_args = parse_args(MiniRLConfig, __doc__, default=REPO / "recipes" / "configs" / "tiny_minirl.yaml")
     with make_verifier(args) as verifier:
         with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
-            clip = set() if args.no_clip else {"epsilon", "epsilon_high"}
-            refuse_unused(args, {"scale_rewards", "mask_truncated_completions", "num_iterations"} | clip)
+            refuse_unused(
+                args, {"scale_rewards", "mask_truncated_completions", "num_iterations", "epsilon", "epsilon_high"}
+            )
             tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left")
             train, held_out = load_rows(args, tokenizer)
             trainer = MiniRLTrainer(

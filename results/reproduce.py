@@ -2,6 +2,8 @@
 
     python results/reproduce.py grpo_tokenclip            three arms x three seeds, about half an hour on 2 cores
     python results/reproduce.py gradloc                   seven arms x five seeds that spike and collapse, about 40 minutes
+    python results/reproduce.py minirl --jobs 2           the paper's ablations on the tiny MoE: 26 arms x three seeds, under an hour
+    python results/reproduce.py minirl_push --jobs 2      where the same arms break: coarser rollouts, higher learning rates, longer runs
     python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
 
 Writes results/<claim>/report.md, metrics.jsonl (every arm, seed and step) and curve.png (mean and spread over seeds).
@@ -72,20 +74,76 @@ KEPT = (
     "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
     "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length", "ratio/max",
     "gradloc/top1_share", "gradloc/certificate", "layer_clip/corr_mean", "layer_clip/corr_min", "layer_clip/clipped_frac",
+    "minirl/masked_frac", "minirl/truncated_frac", "routing/rollout_agreement", "routing/old_agreement", "ratio/p99",
 )  # fmt: skip
 
-
-def run_arm(name, options, seed, folder, jobs):
-    """One training run as a user would start it -> its metrics records and wall-clock minutes."""
-    command = [
-        sys.executable,
-        str(REPO / "recipes" / "grpo_tokenclip.py"),
-        "--output_dir",
-        str(folder),
-        "--rollout_dtype",
-        "fp8",
+# MiniRL's ablations (arXiv:2512.01374, section 4) on the tiny MoE: mini-batches of 4 prompts x 8 samples, the same number of gradient
+# steps and of samples in every arm. The learning rate is three times the embedded default's: at that one eight updates a sampling
+# learn as well as one, at three times this one every arm dies (minirl_push).
+MINIRL = [
+    "--per_device_train_batch_size", "32", "--max_steps", "160", "--learning_rate", "3e-4", "--save_strategy", "no",
+    "--report_to", "none", "--eval_problems", "100", "--eval_samples", "8", "--gradloc", "off", "--verifier_workers", "1",
+]  # fmt: skip
+R3 = ["--routing_replay", "r3"]
+NONE = ["--routing_replay", "none"]
+MINIRL_ARMS = {
+    f"N=1: {name}": [*MINIRL, "--num_minibatches", "1", *options]
+    for name, options in {
+        "MiniRL": NONE,
+        "with length norm": [*NONE, "--length_norm"],
+        "without IS": [*NONE, "--no_is"],
+        "+ R3": R3,
+        "+ R3, without IS": [*R3, "--no_is"],
+    }.items()
+} | {
+    f"N={n}: {replay}, {clip}": [
+        *MINIRL, "--num_minibatches", str(n),
+        "--routing_replay", {"no replay": "none", "R2": "r2", "R3": "r3"}[replay],
+        *(["--no_clip"] if clip == "no clip" else []),
     ]
-    command += ["--seed", str(seed), *options]
+    for n in (2, 4, 8) for replay in ("no replay", "R2", "R3") for clip in ("no clip", "clip")
+}  # fmt: skip
+TINY_MINIRL = [
+    "--config",
+    str(REPO / "recipes" / "configs" / "tiny_minirl.yaml"),
+]  # a named model has no default config
+COLD_STARTS = {
+    f"cold start: {teacher}": [
+        *MINIRL, *TINY_MINIRL, "--model_name_or_path", model, "--num_minibatches", "2", "--max_steps", "240",
+    ]
+    for teacher, model in {"steps": "tiny-moe", "split": "tiny-moe-split", "words": "tiny-moe-words"}.items()
+}  # fmt: skip
+WEAKEST, STRONGEST = ["--routing_replay", "none", "--no_clip"], ["--routing_replay", "r3"]
+ON_POLICY = [*MINIRL, "--num_minibatches", "1", "--routing_replay", "none"]
+EIGHT = [*MINIRL, "--num_minibatches", "8"]
+SHORT = ["--max_steps", "96"]
+MINIRL_PUSH = {
+    f"lr {rate}, N=8: {name}": [*EIGHT, *SHORT, "--learning_rate", rate, *options]
+    for rate in ("5e-4", "1e-3")
+    for name, options in {
+        "no replay, no clip": WEAKEST, "no replay, clip": NONE, "R3, no clip": [*R3, "--no_clip"], "R3, clip": STRONGEST,
+    }.items()
+} | {
+    f"int4, N=8: {name}": [*EIGHT, *SHORT, "--rollout_dtype", "int4", *options]
+    for name, options in {
+        "no replay, no clip": WEAKEST, "R3, clip": STRONGEST, "R3, clip, without IS": [*STRONGEST, "--no_is"],
+    }.items()
+} | {
+    f"{precision}, lr {rate}, N=1: {name}": [
+        *ON_POLICY, *SHORT, "--rollout_dtype", precision, "--learning_rate", rate, *options,
+    ]
+    for precision, rate in (("int8", "3e-4"), ("int4", "3e-4"), ("int4", "1e-3"))
+    for name, options in {"MiniRL": [], "without IS": ["--no_is"]}.items()
+} | {
+    f"320 updates, N=8: {name}": [*EIGHT, "--max_steps", "320", *options]
+    for name, options in {"no replay, no clip": WEAKEST, "R3, clip": STRONGEST}.items()
+}  # fmt: skip
+
+
+def run_arm(recipe, name, options, seed, folder, jobs):
+    """One training run as a user would start it -> its metrics records and wall-clock minutes."""
+    command = [sys.executable, str(REPO / "recipes" / f"{recipe}.py"), "--output_dir", str(folder)]
+    command += ["--rollout_dtype", "fp8", "--seed", str(seed), *options]
     start = time.monotonic()
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))}
     with (folder.parent / f"{folder.name}.log").open("w") as log:
@@ -110,10 +168,10 @@ def curves(runs, path):
         for color, (arm, seeds) in enumerate(runs.items()):
             lines = []
             for records, _ in seeds.values():
-                values = [r[metric] for r in records if metric in r]
+                points = [(r["step"], r[metric]) for r in records if metric in r]  # reward: once a sampling
+                steps, values = zip(*points, strict=True)
                 lines.append(smooth(values, max(1, len(values) // 15)))
             columns = list(zip(*lines, strict=True))
-            steps = range(1, len(columns) + 1)
             axis.plot(steps, [statistics.mean(c) for c in columns], color=f"C{color}", label=arm)
             axis.fill_between(
                 steps, [min(c) for c in columns], [max(c) for c in columns], color=f"C{color}", alpha=0.15
@@ -156,8 +214,11 @@ def fill(path, lines):
     path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
 
 
-def run_arms(claim, arms, seeds, steps, out, jobs):
-    """Every arm with every seed -> {arm: {seed: (records, minutes)}} and the folder of the runs; writes metrics.jsonl."""
+def run_arms(claim, arms, seeds, steps, out, jobs, recipe="grpo_tokenclip", every=1):
+    """Every arm with every seed -> {arm: {seed: (records, minutes)}} and the folder of the runs.
+
+    Writes metrics.jsonl, with the mean of each metric over `every` steps.
+    """
     out.mkdir(parents=True, exist_ok=True)
     work = REPO / "runs" / "reproduce" / time.strftime(f"{claim}-%Y%m%d-%H%M%S")
     work.mkdir(parents=True)
@@ -166,16 +227,28 @@ def run_arms(claim, arms, seeds, steps, out, jobs):
     with ThreadPoolExecutor(jobs) as pool:
         for seed in seeds:
             for i, (arm, options) in enumerate(arms.items()):
-                waiting[arm, seed] = pool.submit(run_arm, arm, [*options, *limit], seed, work / f"{i}-{seed}", jobs)
+                waiting[arm, seed] = pool.submit(
+                    run_arm, recipe, arm, [*options, *limit], seed, work / f"{i}-{seed}", jobs
+                )
         for (arm, seed), future in waiting.items():
             runs[arm][seed] = future.result()
     with (out / "metrics.jsonl").open("w") as file:
         for arm, by_seed in runs.items():
             for seed, (records, _) in by_seed.items():
-                for record in records:
+                for step, record in windows(records, every):
                     kept = {k: round(record[k], 6) for k in KEPT if isinstance(record.get(k), float)}
-                    file.write(to_json({"arm": arm, "seed": seed, "step": record["step"], **kept}) + "\n")
+                    file.write(to_json({"arm": arm, "seed": seed, "step": step, **kept}) + "\n")
     return runs, work
+
+
+def windows(records, every):
+    """[(last step, {metric: mean})] over each `every` optimizer steps; step 0, the evaluation before training, stays alone."""
+    groups = {}
+    for record in records:
+        groups.setdefault(-(-record["step"] // every) * every, []).append(record)
+    for last, group in groups.items():
+        names = {name for record in group for name in record if isinstance(record[name], float)}
+        yield last, {n: statistics.mean(r[n] for r in group if isinstance(r.get(n), float)) for n in sorted(names)}
 
 
 def write_table(claim, head, rows, seeds, steps, jobs, out, arms):
@@ -255,7 +328,62 @@ def gradloc(seeds, steps, out, jobs):
     print(f"pages of the spikes: python gradloc.py view {work}")
 
 
-CLAIMS = {"grpo_tokenclip": grpo_tokenclip, "gradloc": gradloc}
+def minirl_rows(runs):
+    """One row an arm: accuracy, the reward's peak and end over windows of 8 updates, stability, routing; mean and spread."""
+    for arm, by_seed in runs.items():
+        columns = {}
+        for records, minutes in by_seed.values():
+            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+            points = [(step, w) for step, w in windows(records, 8) if "reward" in w]
+            rewards, last = [w["reward"] for _, w in points], points[-1][1]
+            collapsed = collapse_step([{"step": step, **w} for step, w in points])
+            row = {
+                "held-out after %": evals[-1],
+                "gain, points": evals[-1] - evals[0],
+                "best reward": max(rewards),
+                "last reward": rewards[-1],
+                "collapse step": collapsed,
+                "entropy, first": points[0][1]["entropy"],
+                "last": last["entropy"],
+                "mismatch k3, first": points[0][1]["mismatch/k3"],
+                "last 8": last["mismatch/k3"],
+                "F(2), last 8": last["mismatch/extreme_frac"],
+                "tokens clipped %": 100 * statistics.mean(w["minirl/masked_frac"] for _, w in points),
+                "routing as the engine's %": 100 * last["routing/rollout_agreement"],
+                "as pi_old's %": 100 * last["routing/old_agreement"] if "routing/old_agreement" in last else None,
+                "largest grad norm": max(r["grad_norm"] for r in records if "grad_norm" in r),
+                "minutes": minutes,
+            }
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+        cells = []
+        for name, values in columns.items():
+            known = [v for v in values if v is not None]
+            if name == "collapse step":
+                cells.append(", ".join(map(str, sorted(known))) or "-")
+            else:
+                cells.append(spread(known) if known else "-")
+        yield list(columns), [arm, *cells]
+
+
+def minirl_report(claim, arms, seeds, steps, out, jobs):
+    runs, _ = run_arms(claim, arms, seeds, steps, out, jobs, recipe="minirl_sync", every=8)
+    for group in dict.fromkeys(arm.split(":")[0] for arm in runs):
+        part = {arm.split(": ", 1)[1]: v for arm, v in runs.items() if arm.startswith(f"{group}:")}
+        curves(part, out / f"curve_{group.lower().translate({ord(' '): '_', ord('='): None, ord(','): None})}.png")
+    heads, rows = zip(*minirl_rows(runs), strict=True)
+    write_table(claim, ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms)
+
+
+def minirl(seeds, steps, out, jobs):
+    minirl_report("minirl", MINIRL_ARMS | COLD_STARTS, seeds, steps, out, jobs)
+
+
+def minirl_push(seeds, steps, out, jobs):
+    minirl_report("minirl_push", MINIRL_PUSH, seeds, steps, out, jobs)
+
+
+CLAIMS = {"grpo_tokenclip": grpo_tokenclip, "gradloc": gradloc, "minirl": minirl, "minirl_push": minirl_push}
 
 
 def main():

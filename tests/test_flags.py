@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import grpo_tokenclip
+import minirl_sync
 from grpo_tokenclip import GRPOTokenClipConfig
 from rlvr_common import HINTS, LOSS_FLAGS, SAMPLER_FLAGS, RLVRConfig, refuse_unused
 
@@ -276,15 +277,36 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
+    recipe = minirl_sync if "minirl" in file.stem else grpo_tokenclip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo_tokenclip.py", "--config", str(file)])
+    monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 
     def stop(*args, **kwargs):
         raise PastTheGuard
 
-    monkeypatch.setattr(grpo_tokenclip.AutoTokenizer, "from_pretrained", stop)
+    monkeypatch.setattr(recipe.AutoTokenizer, "from_pretrained", stop)
     with pytest.raises(PastTheGuard):
-        grpo_tokenclip.main()
+        recipe.main()
+
+
+@pytest.mark.parametrize("argv", [["--no_clip"], ["--no_is"], ["--length_norm"], ["--num_minibatches", "8"]])
+def test_every_ablation_of_minirl_passes_the_guard(argv, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["minirl_sync.py", *argv])
+
+    def stop(*args, **kwargs):
+        raise PastTheGuard
+
+    monkeypatch.setattr(minirl_sync.AutoTokenizer, "from_pretrained", stop)
+    with pytest.raises(PastTheGuard):
+        minirl_sync.main()
+
+
+def test_without_the_clip_its_bounds_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["minirl_sync.py", "--no_clip", "--epsilon_high", "0.3"])
+    with pytest.raises(SystemExit, match=r"--no_clip reads no bounds: .*--epsilon_high 0.3"):
+        minirl_sync.main()
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ def test_find_model(monkeypatch, tmp_path):
     monkeypatch.setattr(rlvr_launch, "REPO", repo)
     monkeypatch.chdir(work)
     assert find_model("tiny") == str(repo / "tiny" / "qwen3")
+    assert find_model("tiny-moe") == str(repo / "tiny" / "qwen3_moe")
     assert find_model("runs/a/final") == str(repo / "runs" / "a" / "final")
     assert find_model("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
     assert find_model("/nowhere/model") == "/nowhere/model"

@@ -782,23 +782,24 @@ def test_fake_quantize_against_loops():
     torch.manual_seed(0)
     x = torch.randn(3, 4, 17)
     x[1, 2] = 0.0
-    for kind, top in (("int8", 127.0), ("fp8", 448.0)):
+    for kind, top in (("int8", 127.0), ("fp8", 448.0), ("int4", 7.0)):
         got = rollout._fake_quantize(x, kind)
         assert torch.equal(got[1, 2], torch.zeros(17))
         for row, rounded in zip(x.flatten(0, 1).tolist(), got.flatten(0, 1).tolist(), strict=True):
             scale = max(abs(v) for v in row) / top or 1.0
             for value, result in zip(row, rounded, strict=True):
                 scaled = value / scale
-                if kind == "int8":
+                if kind != "fp8":
                     allowed = 0.5
                 else:  # e4m3: 3 bits of mantissa, smallest normal 2^-6
                     allowed = 2.0 ** (max(math.floor(math.log2(abs(scaled) or 1e-9)), -6) - 4)
                 assert abs(result / scale - scaled) <= allowed * (1 + 1e-4)
                 assert kind == "fp8" or abs(result / scale - round(result / scale)) < 1e-4
         assert len(got.unique()) > 20
+    assert all(len(row.unique()) <= 15 for row in rollout._fake_quantize(x, "int4").flatten(0, 1))  # -7 .. 7
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_which_weights_are_rounded_and_along_which_axis(kind):
     model = qwen3_moe()
     with torch.no_grad():
@@ -815,9 +816,9 @@ def test_which_weights_are_rounded_and_along_which_axis(kind):
     assert all(math.isfinite(x) for x in flat(result.rollout_logps))
 
 
-def test_fp8_rounds_the_inputs_per_token_and_int8_does_not():
+def test_fp8_rounds_the_inputs_per_token_and_the_integers_do_not():
     x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
-    for kind, wanted in (("fp8", rollout._fake_quantize(x, "fp8")), ("int8", x)):
+    for kind, wanted in (("fp8", rollout._fake_quantize(x, "fp8")), ("int8", x), ("int4", x)):
         layer = engine_of(qwen3(), rollout_dtype=kind).model.model.layers[0].self_attn.q_proj
         assert torch.equal(layer(x), nn.functional.linear(wanted, layer.weight))
     moe = engine_of(qwen3_moe(), rollout_dtype="fp8").model
@@ -839,7 +840,7 @@ def mismatch(model, kind):
 def test_mismatch_grows_as_precision_falls():
     model = qwen3(initializer_range=0.1)
     size = {kind: mismatch(model, kind) for kind in rollout.ROLLOUT_DTYPES}
-    assert size["float32"] < 1e-5 < size["bfloat16"] < size["int8"] < size["fp8"] < 1, size
+    assert size["float32"] < 1e-5 < size["bfloat16"] < size["int8"] < size["fp8"] < size["int4"] < 1, size
     assert size["bfloat16"] > 1e-3 and size["fp8"] > 2 * size["int8"]
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+from rlvr_common import record_routing
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows, split_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tiny" / "qwen3"
+MOES = [ROOT / "tiny" / name for name in ("qwen3_moe", "qwen3_moe_split", "qwen3_moe_words")]
 PINNED = "493c55b16e4da4b6aa9a0326d60b9aa5abe35c4acf796c167449da4382129b1c"
 
 
@@ -390,6 +392,55 @@ def test_shipped_checkpoint_leaves_rl_its_work(model, tokenizer):
     torch.manual_seed(0)
     table = accuracy_table(model, tokenizer, make_rows("heldout", 240))
     assert 0.30 <= table["all"][0] <= 0.60
+
+
+@pytest.mark.parametrize("folder", MOES, ids=lambda folder: folder.name)
+def test_moe_checkpoints_are_small_real_qwen3_moes(folder, tokenizer):
+    moe = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert type(moe) is Qwen3MoeForCausalLM
+    assert 900_000 < moe.num_parameters() < 1_200_000
+    assert (moe.config.num_experts, moe.config.num_experts_per_tok, moe.config.num_hidden_layers) == (8, 2, 4)
+    assert moe.config.output_router_logits is False  # RL without a load-balancing loss, as TRL reads it from here
+    own = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2.5 * 2**20
+
+
+@pytest.mark.parametrize("folder", MOES, ids=lambda folder: folder.name)
+def test_moe_checkpoints_spread_over_their_experts_and_leave_rl_its_work(folder, tokenizer):
+    from recipes.cold_start import solve
+
+    moe = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    heldout = make_rows("heldout", 240)
+    torch.manual_seed(0)
+    assert 0.15 <= sum(solve(moe, tokenizer, heldout, do_sample=True)) / len(heldout) <= 0.60
+    chosen = torch.zeros(4, 8)
+    for row in heldout[:48]:
+        turns = [{"role": "user", "content": row["problem"]}, {"role": "assistant", "content": row["rationale"]}]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        with torch.no_grad(), record_routing(moe) as recorder:
+            moe(**ids)
+        for layer in range(4):
+            chosen[layer] += recorder.routes[0, :, layer].flatten().long().bincount(minlength=8)
+    share = chosen / chosen.sum(1, keepdim=True)
+    assert (chosen == 0).sum() <= 1 and share.max() < 0.5, chosen
+    assert torch.special.entr(share).sum(1).exp().min() > 4, chosen  # as spread as over half of the experts
+
+
+def test_the_teachers_of_the_moe_checkpoints_differ(tokenizer):
+    """Greedy answers are written in three styles."""
+    styles = set()
+    for folder in MOES:
+        moe = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        prompts = [[{"role": "user", "content": row["problem"]}] for row in make_rows("heldout", 24)]
+        ids = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        out = moe.generate(**ids, do_sample=False, max_new_tokens=48)
+        answers = "\n".join(tokenizer.batch_decode(out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        # words: no equation; split: a step that adds or subtracts a multiple of ten
+        styles.add(("=" in answers, bool(re.search(r"\d[+-][1-9]0=", answers)), "so \\boxed" in answers))
+    assert styles == {(True, False, False), (True, True, False), (False, False, True)}
 
 
 @pytest.mark.slow
