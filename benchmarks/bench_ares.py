@@ -128,7 +128,6 @@ def rl_figures(steps, clock, larger):
     with tempfile.TemporaryDirectory() as folder:
         trainers = {}
         for method in ("ares", "adamw"):
-            changes = {"rank_max": 16} if method == "ares" else {"rank_max": 64}
             trainers[method] = make(
                 Path(folder) / method, optim_method=method, algorithm="grpo", max_steps=steps, **larger, **changes
             )

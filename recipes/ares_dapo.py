@@ -98,8 +98,11 @@ class AresDAPOConfig(RLVRConfig):
     )
     # optimizer
     optim_method: str = field(default="ares", metadata={"help": " | ".join(OPTIMIZERS)})
-    rank_max: int = field(
-        default=64, metadata={"help": "largest rank (ares), the rank (galore). paper: not stated; ours: 64"}
+    rank_max: int | None = field(
+        default=None,
+        metadata={
+            "help": "largest rank (ares), the rank (galore); unset = 64, or a quarter of the smallest side in a layer. paper: not stated"
+        },
     )
     rank_min: int = field(default=1, metadata={"help": "ares: smallest rank"})
     rank_ema: float = field(default=0.9, metadata={"help": "ares: weight of the past in the rank; 0 = no smoothing"})
@@ -136,6 +139,8 @@ class AresDAPOConfig(RLVRConfig):
             raise ValueError(
                 f"--aggregation {self.aggregation}: rloo has one ratio a sequence, there are no tokens to average; remove it"
             )
+        if self.rank_max is not None and self.rank_max < 1:
+            raise ValueError(f"--rank_max {self.rank_max} must be at least 1, or unset")
         if self.epsilon_high is None:
             self.epsilon_high = 0.28 if self.algorithm == "dapo" else self.epsilon
         if self.dynamic_sampling is None:
@@ -158,13 +163,27 @@ class AresDAPOConfig(RLVRConfig):
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
+def default_rank(model):
+    """64, or a quarter of the smallest side of the layers' matrices where that is less (routers apart); at least 1."""
+    sides = [
+        min(p.shape[-2:])
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        and p.dim() in (2, 3)
+        and layer_of(name).startswith("layer ")
+        and kind_of(name) not in ("norm", "router")
+    ]
+    return max(1, min([64, *(side // 4 for side in sides)]))
+
+
 def make_optimizer(model, args):
     """The optimizer of --optim_method with its usual groups: matrices of the layers apart from embeddings, head, norms and biases."""
     decay, lr = args.weight_decay, args.learning_rate
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    rank = args.rank_max or default_rank(model)
     if args.optim_method == "ares":
         return Ares(
-            Ares.param_groups(model, weight_decay=decay, rank_max=args.rank_max), lr=lr, **adam, rank_min=args.rank_min,
+            Ares.param_groups(model, weight_decay=decay, rank_max=rank), lr=lr, **adam, rank_min=args.rank_min,
             rank_ema=args.rank_ema, power_iters=args.power_iters, step=args.ares_step, rank_mode=args.rank_mode,
             low_rank=not args.no_low_rank, seed=args.seed,
         )  # fmt: skip
@@ -196,7 +215,7 @@ def make_optimizer(model, args):
         [GaLoreProjector]
     )  # it is part of the optimizer's state, which resuming reads
     low_rank = {
-        "rank": args.rank_max,
+        "rank": rank,
         "update_proj_gap": args.galore_gap,
         "scale": args.galore_scale,
         "projection_type": "std",

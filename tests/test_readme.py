@@ -70,7 +70,9 @@ def test_every_metric_of_a_run_is_in_the_glossary(tmp_path):
     section = README.split("## Metrics")[1].split("\n## ")[0]
     names = set(re.findall(r"`([\w./]+)`", section))
     changes = {"token_clip": "tis", "beta": 0.01, "seq_clip_low": 0.9, "seq_clip_high": 1.1}
-    trainer = make_ours(tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, spectral_every=3, **changes)
+    trainer = make_ours(
+        tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, spectral_every=3, **changes
+    )
     trainer.train()
     written = {name for record in trainer.state.log_history if "loss" in record for name in record} | {"eval/accuracy"}
     assert {"gradloc/time_ratio", "layer_clip/corr_min"} <= written
