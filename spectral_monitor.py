@@ -48,14 +48,17 @@ def watched(model):
 
 @torch.no_grad()
 def gradient_spectra(model, top=32):
-    """{name: statistics} of every watched gradient; None in the place of one that is not finite.
+    """{name: statistics} of every watched gradient that is not zero; None in the place of one that is not finite.
 
     Sharded gradients are gathered one at a time: all ranks call it, and all get the result. ValueError without any gradient.
     """
     out = {}
-    for name, p in watched(model).items():
-        if p.grad is None:
-            continue
+    parameters = {name: p for name, p in watched(model).items() if p.grad is not None}
+    if not parameters:
+        raise ValueError(
+            "the spectral monitor found no gradient of a matrix in a decoder layer: call it between backward and the optimizer step"
+        )
+    for name, p in parameters.items():
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         matrices = grad.unsqueeze(0) if grad.dim() == 2 else grad
         if not matrices.isfinite().all():
@@ -66,10 +69,6 @@ def gradient_spectra(model, top=32):
         ]  # an expert that no token chose
         if parts:
             out[name] = {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
-    if not out:
-        raise ValueError(
-            "the spectral monitor found no gradient of a matrix in a decoder layer: call it between backward and the optimizer step"
-        )
     return out
 
 
@@ -118,7 +117,7 @@ class SpectralMonitor(TrainerCallback):
         spectra = gradient_spectra(self.trainer.model, self.top)
         for name, value in summary(spectra).items():
             self.trainer._metrics["train"][name].append(value)
-        if self.trainer.accelerator.is_main_process:
+        if spectra and self.trainer.accelerator.is_main_process:  # a step without any advantage has no spectrum
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(

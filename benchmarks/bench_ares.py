@@ -129,7 +129,7 @@ def rl_figures(steps, clock, larger):
         trainers = {}
         for method in ("ares", "adamw"):
             trainers[method] = make(
-                Path(folder) / method, optim_method=method, algorithm="grpo", max_steps=steps, **larger, **changes
+                Path(folder) / method, optim_method=method, algorithm="grpo", max_steps=steps, **larger
             )
         for method, trainer in trainers.items():
             step = trainer.training_step

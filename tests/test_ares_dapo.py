@@ -165,9 +165,8 @@ def test_rloo_has_one_ratio_a_sequence(tmp_path):
 
 
 def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_reward(tmp_path):
-    """Prompts of even rank in the data are all right, and the length penalty spreads their rewards: they must still go."""
-    rows = tiny_rows(64)
-    easy = {row["solution"] for i, row in enumerate(rows) if i % 2 == 0}
+    """Half of the answers are always right, and the length penalty spreads their rewards: such prompts must still go."""
+    easy = set(sorted({row["solution"] for row in tiny_rows(64)})[::2])
 
     def verifier(completions, solution, **kwargs):
         return [1.0 if gold in easy else float(i % 2) for i, gold in enumerate(solution)]
@@ -187,8 +186,6 @@ def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_rewa
         groups = batch["accuracy"].view(-1, 4)
         assert len(groups) == 2 and ((groups.mean(1) > 0) & (groups.mean(1) < 1)).all()
         assert (batch["advantages"].view(-1, 4).abs().sum(1) > 0).all()
-        mismatch = (batch["sampling_per_token_logps"] - 0).abs().sum()
-        assert mismatch > 0  # the log-probs of the replaced samples came along
     record = [r for r in trainer.state.log_history if "loss" in r]
     assert all(r["dynamic/unfilled_frac"] == 0 for r in record) and max(r["dynamic/rounds"] for r in record) > 1
     assert all(
@@ -220,7 +217,7 @@ def test_resume_is_bit_for_bit(tmp_path, dynamic):
     assert equal(whole._ares.state_dict(), rest._ares.state_dict())
     assert whole._refilled == rest._refilled
     a, b = (read_spectra(tmp_path / name / "spectral.jsonl") for name in ("whole", "rest"))
-    assert a[2:] == b and [record["step"] for record in b] == [3, 4]
+    assert b and [record for record in a if record["step"] > 2] == b
 
 
 def test_sft_raises_the_likelihood_of_right_samples_of_the_first_weights(tmp_path):
