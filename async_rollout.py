@@ -537,6 +537,11 @@ class AsyncConfig(RLVRConfig):
             raise ValueError(
                 f"--rollout_workers {self.rollout_workers} needs --take as_finished: in order, one sampling is made after the other"
             )
+        if self.keep_sampling_mask or self.guard != "off":
+            raise ValueError(
+                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: rollouts ahead of time carry no sampling masks, "
+                "and a rollback would have to take back what is sampled ahead; neither works here yet, use minirl_sync.py"
+            )
         super().__post_init__()
         if self.use_vllm:
             raise ValueError("--use_vllm is TRL's synchronous way to vLLM: use --engine vllm")
@@ -703,10 +708,10 @@ class AsyncTrainer(RLVRTrainer):
 
     # resume -----------------------------------------------------------------------------------------------------------
 
-    def _ahead_state(self):
+    def recipe_state(self):
         return self.ahead.state_dict() | {"sampled_version": self._sampled_version}
 
-    def _load_ahead_state(self, state):
+    def load_recipe_state(self, state):
         self._sampled_version = state.pop("sampled_version")
         self.ahead.load_state_dict(state)
 

@@ -53,6 +53,7 @@ from routing import (  # noqa: F401  (record_routing, replay_routing, routing_ag
     routing_agreement,
     routing_shape,
 )
+from spectral_monitor import SpectralMonitor
 from stability_control import Control, narrowed, number
 from support import check_support, drop_rows, replay_support, support_bytes_per_token, support_logps  # noqa: F401
 from verifier import MathVerifier
@@ -456,6 +457,14 @@ class RLVRConfig(GRPOConfig):
             "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
         },
     )
+    # gradient spectra
+    spectral_every: int = field(
+        default=0,
+        metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
+    )
+    spectral_top: int = field(
+        default=32, metadata={"help": "directions of spectral/top_share. The article: 32, of 1,024 to 2,048"}
+    )
     # launch
     expect_processes: int | None = field(
         default=None, metadata={"help": "stop unless the run has this many processes"}
@@ -537,6 +546,11 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
         if not 0 <= self.layer_clip_beta < 1:
             raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
+        if self.spectral_every < 0:
+            raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
+        if self.spectral_top < 1:
+            raise ValueError(f"--spectral_top {self.spectral_top} must be at least 1")
+        self._refuse_without("spectral", not self.spectral_every, "--spectral_every 10")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
         if self.routing_replay == "r3" and self.use_vllm:
@@ -548,6 +562,11 @@ class RLVRConfig(GRPOConfig):
         if self.keep_sampling_mask and not truncates(self):
             raise ValueError(
                 "--keep_sampling_mask: nothing is truncated, there is no mask to keep; set --top_p, --top_k or --min_p, or drop it"
+            )
+        if self.engine == "vllm" and (self.keep_sampling_mask or self.guard != "off"):
+            raise ValueError(
+                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: with --engine vllm neither is tested; use the "
+                "built-in engine for them"
             )
         pick_device_and_precision(self)
         derive_accumulation(self)
@@ -641,6 +660,8 @@ class RLVRTrainer(GRPOTrainer):
         self.guard = None
         if args.guard != "off":
             self._make_guard()
+        if args.spectral_every:  # after GradLoc and LayerClip: what is attached last sees the gradient first
+            SpectralMonitor(self, args.spectral_every, args.spectral_top)
         self._routes = self._used_routes = None  # experts that the coming forward replays, that the last one used
 
     def _check_routing(self):
@@ -875,7 +896,7 @@ class RLVRTrainer(GRPOTrainer):
         if self._old_routes is not None:
             output["old_routes"] = self._old_routes
         generations = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = group_advantages(self._rewards, generations, self.args.scale_rewards)
+        advantages = self.advantages(self._rewards, generations)
         n, rank = len(inputs), self.accelerator.process_index
         output["advantages"] = advantages[rank * n : (rank + 1) * n]
         output["rewards"] = self._rewards[rank * n : (rank + 1) * n]
@@ -899,6 +920,10 @@ class RLVRTrainer(GRPOTrainer):
             row[: len(kept)] = torch.tensor(kept, device=mask.device)
         output["kept_mass"] = mass
         self._support = self._kept_mass = None
+
+    def advantages(self, rewards, num_generations):
+        """Advantages of all ranks' samples from their rewards, (N,) -> (N,). A recipe with another estimator overrides it."""
+        return group_advantages(rewards, num_generations, self.args.scale_rewards)
 
     def _place_sampled_routes(self, tokens):
         """The engine's routes of this sampling under its padded batch. tokens (N, S), 1 at tokens -> (N, S, L, K)."""
@@ -1210,17 +1235,11 @@ class RLVRTrainer(GRPOTrainer):
             "guard": None if self.guard is None else self.guard.state_dict(),
             "controls": {name: self.controls()[name].get() for name in sorted(self.changed)},
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
-            "ahead": self._ahead_state(),
+            "own": self.recipe_state(),
         }
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
-
-    def _ahead_state(self):
-        """What was sampled ahead of its use; nothing here."""
-
-    def _load_ahead_state(self, state):
-        """The inverse of `_ahead_state`."""
 
     def _refuse_another_model(self, checkpoint):
         """Raise ValueError where the checkpoint's config describes a network of another shape: weights would load in part."""
@@ -1235,6 +1254,13 @@ class RLVRTrainer(GRPOTrainer):
                     f"{checkpoint} holds a model of {name} {saved.get(name)} and this run trains one of {config.get(name)}: resume "
                     "with the model it was made with"
                 )
+
+    def recipe_state(self):
+        """What a recipe must keep in a checkpoint beside what every recipe keeps: plain numbers and tensors."""
+        return {}
+
+    def load_recipe_state(self, state):
+        """The counterpart, before training goes on."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Also loads what is written under other names than it trains under: the experts of a MoE, which are saved one by one
@@ -1299,13 +1325,13 @@ class RLVRTrainer(GRPOTrainer):
         self._sampled_with = state["sampled_with"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
-        self._load_ahead_state(state["ahead"])
         changed = dict(state["controls"])  # else what the command line says
         self._lr_scale, self.changed = changed.pop("learning_rate_scale", 1.0), set(state["controls"])  # saved scaled
         for name, value in changed.items():
             self.controls()[name].set(value)
         if self.guard is not None and state["guard"] is not None:
             self.guard.load_state_dict(state["guard"])
+        self.load_recipe_state(state["own"])
         if self._attachment is not None and state["gradients"] is not None:
             self._attachment.load_state_dict(state["gradients"])
 

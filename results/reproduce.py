@@ -6,6 +6,8 @@
     python results/reproduce.py minirl_push --jobs 2      where the same arms break: coarser rollouts, higher learning rates, longer runs
     python results/reproduce.py dsv32 --jobs 2            DeepSeek-V3.2's mechanisms on the tiny MoE: 20 arms x three seeds
     python results/dsv32/drills.py                        what the guard sees and restores when a run is broken on purpose, minutes
+    python results/reproduce.py ares --jobs 2             every optimizer at 4 or 5 learning rates, ablations: 57 arms x three seeds, hours
+    python results/reproduce.py ares_spectra --jobs 2     spectra of the gradient: RLVR, random reward, SFT
     python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
 
 Writes results/<claim>/report.md, metrics.jsonl (every arm, seed and step) and curve.png (mean and spread over seeds).
@@ -30,8 +32,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from gradloc_report import load_spikes  # noqa: E402
+from results.ares import claim  # noqa: E402
 from rlvr_common import k3, unbiased_kl  # noqa: E402
 from rlvr_report import read_metrics, smooth, to_json  # noqa: E402
+from spectral_monitor import mean_over, plot_spectra, read_spectra  # noqa: E402
 
 SEQ_CLIP = ["--seq_clip_low", "0.995", "--seq_clip_high", "1.005"]
 ARMS = {  # name in the report -> options on top of the embedded default at fp8 rollouts
@@ -77,6 +81,7 @@ SPIKING_ARMS = {
 KEPT = (
     "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
     "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length", "ratio/max",
+    "accuracy", "ares/rank/mean", "spectral/top_share",
     "gradloc/top1_share", "gradloc/certificate", "layer_clip/corr_mean", "layer_clip/corr_min", "layer_clip/clipped_frac",
     "minirl/masked_frac", "minirl/truncated_frac", "routing/rollout_agreement", "routing/old_agreement", "ratio/p99",
     "mismatch/mean", "kl", "off_policy_mask/masked_frac", "support/agreement", "support/rollout_kept_mass", "guard/level",
@@ -490,12 +495,38 @@ def dsv32(seeds, steps, out, jobs):
     path.write_text(path.read_text().replace(f"\n{END}", "\n".join(["", *kl_gradients(), "", END]), 1))
 
 
+def ares(seeds, steps, out, jobs):
+    arms = claim.sweep_arms()
+    runs, _ = run_arms("ares", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
+    heads, rows = zip(*claim.sweep_rows(runs, spread), strict=True)
+    write_table("ares", ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms)
+    print("\n".join(claim.best_rates(rows, heads[0])))
+
+
+def ares_spectra(seeds, steps, out, jobs):
+    """Also on the larger model, where it was made: recipes/cold_start.py, see results/ares/claim.py."""
+    larger = REPO / claim.LARGER
+    arms = claim.spectra_arms(larger if larger.is_dir() else None)
+    _, work = run_arms("ares_spectra", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
+    spectra = {
+        arm: [read_spectra(work / f"{i}-{seed}" / "spectral.jsonl") for seed in seeds] for i, arm in enumerate(arms)
+    }
+    for model in ("tiny", "larger"):
+        part = {arm.split(": ")[1]: records for arm, records in spectra.items() if arm.startswith(model)}
+        if part:
+            plot_spectra(part, out / f"spectral_{model}.png")
+    rows = list(claim.spectra_rows(spectra, mean_over, spread))
+    write_table("ares_spectra", claim.SPECTRA_HEAD, rows, seeds, steps, jobs, out, arms)
+
+
 CLAIMS = {
     "grpo_tokenclip": grpo_tokenclip,
     "gradloc": gradloc,
     "minirl": minirl,
     "minirl_push": minirl_push,
     "dsv32": dsv32,
+    "ares": ares,
+    "ares_spectra": ares_spectra,
 }
 
 

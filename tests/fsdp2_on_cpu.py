@@ -1,10 +1,12 @@
-"""Run the recipe under FSDP2 on CPUs: `torchrun --nproc_per_node 2 tests/fsdp2_on_cpu.py <recipe options>`.
+"""Run the recipe under FSDP2 on CPUs: `torchrun --nproc_per_node 2 tests/fsdp2_on_cpu.py <recipe options>` (RECIPE=ares_dapo: another one).
 
 accelerate gives FSDP to accelerators only and runs plain DDP on CPUs without a word (the recipe then stops, see
 rlvr_launch.check_distributed). This test-only wrapper tells accelerate's state that the run is FSDP, so that sharded
 parameters, DTensor gradients and the engine's gathering push are exercised on a machine without a GPU.
 """
 
+import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +27,4 @@ def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
 
 if __name__ == "__main__":
     AcceleratorState.__init__ = init_with_fsdp
-    from grpo_tokenclip import main
-
-    main()
+    importlib.import_module(os.environ.get("RECIPE", "grpo_tokenclip")).main()

@@ -37,6 +37,7 @@ def test_every_linked_file_exists():
 def test_commands_name_files_and_options_that_exist():
     from trl import ModelConfig
 
+    from ares_dapo import AresDAPOConfig
     from grpo_tokenclip import GRPOTokenClipConfig
     from minirl_async_r3 import MiniRLAsyncConfig
     from minirl_sync import MiniRLConfig
@@ -46,6 +47,7 @@ def test_commands_name_files_and_options_that_exist():
     for path in re.findall(r"recipes/configs/[\w/]+\.yaml", README):
         assert (REPO / path).is_file(), path
     configs = {
+        "ares_dapo": AresDAPOConfig,
         "grpo_tokenclip": GRPOTokenClipConfig,
         "minirl_sync": MiniRLConfig,
         "minirl_async_r3": MiniRLAsyncConfig,
@@ -71,7 +73,9 @@ def test_every_metric_of_a_run_is_in_the_glossary(tmp_path):
     section = README.split("## Metrics")[1].split("\n## ")[0]
     names = set(re.findall(r"`([\w./]+)`", section))
     changes = {"token_clip": "tis", "beta": 0.01, "seq_clip_low": 0.9, "seq_clip_high": 1.1}
-    trainer = make_ours(tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, **changes)
+    trainer = make_ours(
+        tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, spectral_every=3, **changes
+    )
     trainer.train()
     written = {name for record in trainer.state.log_history if "loss" in record for name in record} | {"eval/accuracy"}
     assert {"gradloc/time_ratio", "layer_clip/corr_min"} <= written

@@ -1,0 +1,681 @@
+"""Ares: an optimizer that reads its rank from the gradient. Also the parts it is made of, and gradient spectra.
+
+For every weight matrix W (m, n) with gradient G:
+
+    1  U, S, V  leading singular triplets of G by randomized block power iteration, warm-started with the last V
+    2  r_hat  = exp(- sum_i p_i ln p_i),   p_i = S_i^2 / sum_{j <= rank_max} S_j^2          in [1, rank_max]
+    3  r_bar <- rank_ema r_bar + (1 - rank_ema) r_hat;   r = clip(round(r_bar), rank_min, rank_max)
+    4  G_hat  = U_r S_r V_r^T
+    5  D      = Adam's direction of G_hat: M1 / (1 - b1^t) / (sqrt(M2 / (1 - b2^t)) + eps), moments in full space
+    6  W     <- W - lr (Delta + weight_decay W);   Delta = D ("literal")   or   U_r U_r^T D V_r V_r^T ("projected")
+
+Source: an article about "Adaptive Rank-Effective Spectral Optimization" (Renmin University, 2026). The paper itself is not
+public: the article names the steps 1 to 5 and that one-dimensional parameters use AdamW, and no constant. Every value here is ours:
+paper: energies of which singular values, rank limit, EMA weight, power iterations, oversampling, warm start, where the moments
+       live, treatment of embeddings and head, learning rate and the rest of Adam are not stated;
+we:    S^2 of the leading rank_max values, as "energy" says and as only then a flat spectrum gives the limit; 64; 0.9; 1 (and one
+       more on the first step); 8; yes; in full space ("literal" is the article's wording; "projected" is the variant whose step
+       really has rank r); AdamW, as Muon does. At the top-32 shares that the article shows (8 to 18 % of the energy) the entropy
+       moves r_hat by 12 to 20 % of rank_max only: rank_max decides most of the rank.
+
+Precision: moments, basis and all products in float32 (float64 for float64 weights). bfloat16 and float16 weights get a float32 master
+copy in the state: at a learning rate of 1e-6 the update is far below their spacing, so that most steps would round away.
+A copy rather than stochastic rounding: exact, the same on every rank, and it resumes bit for bit; it costs 4 bytes a parameter.
+
+Sharding: under DDP every rank does the same. Under FSDP2 (DTensor, split along the first dimension) G stays where it is: products are
+local, and what travels is the factor G^T P, (n, rank_max + oversample), and small Gram matrices. Expert stacks (E, m, n) are split by
+expert and need nothing. Nothing gathers a matrix.
+"""
+
+import functools
+import math
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
+
+from layer_clip import kind_of, layer_of
+
+# --- spectra ----------------------------------------------------------------------------------------------------------
+
+
+def _wide(device):
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+
+
+def _work(x):
+    """float32 or better, as every product here needs it."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def effective_rank(singular_values, power=2):
+    """exp of the Shannon entropy of sigma_i^power / sum sigma^power: k equal values -> k, one value -> 1, none -> 0.
+
+    singular_values (..., k) -> (...). power=2: shares of the energy; power=1: the effective rank of Roy and Vetterli (2007).
+    """
+    values = _work(singular_values).abs()
+    top = values.amax(-1, keepdim=True)
+    energy = (values / torch.where(top > 0, top, 1.0)).pow(power)  # relative first: squares of 1e-20 would vanish
+    total = energy.sum(-1, keepdim=True)
+    entropy = torch.special.entr(energy / torch.where(total > 0, total, 1.0)).sum(-1)
+    return torch.where(total.squeeze(-1) > 0, entropy.exp(), 0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _gaussian_once(rows, columns, seed, device, dtype):
+    return _gaussian(rows, columns, seed, torch.empty((), device=device, dtype=dtype))
+
+
+def _gaussian(rows, columns, seed, like):
+    """Standard normal (rows, columns) that depends on `seed` alone: the same on every rank, device and resumed run."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    return torch.randn(rows, columns, generator=generator).to(like.device, like.dtype)
+
+
+@torch.no_grad()
+def block_power_iteration(grad, rank, iters=2, oversample=8, basis=None, seed=0):
+    """Leading `rank` singular triplets of grad (..., m, n). -> (U (..., m, rank), S (..., rank), V (..., n, rank)), S falling.
+
+    Q = orth([basis, random columns]), then `iters` times Q <- orth(grad^T orth(grad Q)), then Rayleigh-Ritz: the exact triplets of
+    P P^T grad with P = orth(grad Q). (Halko, Martinsson, Tropp 2011, algorithm 4.4.) basis (..., n, k): right singular vectors of a
+    matrix nearby, say of the last step; only the columns beyond it, at least `oversample`, are drawn, from `seed` alone.
+    A rank above min(m, n) is min(m, n). Raises ValueError for a grad of less than two dimensions or a rank below 1.
+    """
+    if grad.dim() < 2 or rank < 1:
+        raise ValueError(
+            f"grad of shape {tuple(grad.shape)} and rank={rank}: give a matrix (or a stack) and at least 1"
+        )
+    grad = _work(grad)
+    m, n = grad.shape[-2:]
+    rank, columns = min(rank, m, n), min(rank + oversample, m, n)
+    start = _start(basis, n, columns, oversample, seed, grad)
+    left, right, corner = _subspace(grad, start, iters, _householder_qr, None)
+    u, s, vh = torch.linalg.svd(corner.mT)  # P^T grad = corner^T right^T
+    return (left @ u)[..., :rank], s[..., :rank], (right @ vh.mT)[..., :rank]
+
+
+def _start(basis, n, columns, oversample, seed, like):
+    """(..., n, columns): the basis without what does not fit, and random columns, at least `oversample` of them."""
+    if basis is None:
+        return _gaussian(n, columns, seed, like).expand(*like.shape[:-2], n, columns)
+    kept = basis[..., : max(columns - oversample, 0)].to(like.dtype)
+    fresh = _gaussian(n, columns - kept.shape[-1], seed, like)
+    return torch.cat([kept, fresh.expand(*kept.shape[:-2], *fresh.shape)], -1)
+
+
+def _subspace(grad, start, iters, qr, group):
+    """-> (P (..., m, q), Q (..., n, q), R (..., q, q)), P and Q orthonormal, with P^T grad = R^T Q^T.
+
+    `group`: the processes that hold the other rows of grad, None where there are none. P has the rows of grad, Q all of its own.
+    """
+    right = start
+    for i in range(iters + 1):
+        exact = i == iters
+        left = grad @ right
+        # one of the two sides is enough to keep columns apart between iterations: here the norm only, against under- and overflow
+        left = (
+            qr(left, group, exact)[0]
+            if exact
+            else left / _divisor(_sum(left.square().sum(-2, keepdim=True), group).sqrt())
+        )
+        right, corner = qr(_sum(left.mT @ grad, group).mT, None, exact)  # in this order: the faster product
+    return left, right, corner
+
+
+def _divisor(norms):
+    return torch.where(norms > 0, norms, 1.0)
+
+
+def _sum(x, group):
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def _householder_qr(x, group, exact):
+    """Orthonormal columns for any x (..., rows, q), and R. Rows spread over `group`: QR of the stacked small R of all ranks."""
+    if group is None:
+        return torch.linalg.qr(x)
+    missing = x.shape[-1] - x.shape[-2]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, max(missing, 0)))  # a shard can have fewer rows than columns
+    own, corner = torch.linalg.qr(padded)
+    corners = [torch.empty_like(corner) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(corners, corner.contiguous(), group=group)
+    joint, corner = torch.linalg.qr(torch.cat(corners, -2))
+    rank, q = dist.get_rank(group), x.shape[-1]
+    return (own @ joint[..., rank * q : (rank + 1) * q, :])[..., : x.shape[-2], :], corner
+
+
+def _cholesky_qr(x, group, exact, failed):
+    """As `_householder_qr` from Gram matrices: three products, no column-by-column pass. `failed` collects cholesky's status.
+
+    Columns are scaled to norm 1 and the Gram matrix is shifted by q * eps, so that a nearly singular one passes; between power
+    iterations only the span counts and one pass does. `exact` adds a second, almost without shift, after which columns are
+    orthonormal to rounding where x had a condition number up to about 1e5 (float32). Beyond, directions that are lost in the
+    rounding of x may come out shorter than 1: they hold no gradient. What cholesky cannot factor is done again by Householder.
+    """
+    q = x.shape[-1]
+    eps = torch.finfo(x.dtype).eps
+    corner = None
+    for shift in (q * eps, 4 * eps) if exact else (q * eps,):
+        gram = _sum(x.mT @ x, group)
+        norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+        divisor = _divisor(norms)
+        gram = gram / divisor.unsqueeze(-1) / divisor.unsqueeze(-2)
+        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+        lower, info = torch.linalg.cholesky_ex(gram)
+        failed.append(info)
+        identity = torch.eye(q, dtype=x.dtype, device=x.device).expand_as(lower)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False).mT / divisor.unsqueeze(-1)
+        x = x @ inverse
+        upper = lower.mT * norms.unsqueeze(-2)  # of an empty column 0, so that no singular value comes out of nothing
+        corner = upper if corner is None else upper @ corner
+    return x, corner
+
+
+def _energies(grad):
+    """Squared singular values of grad (..., m, n), falling, float64. Of the smaller Gram matrix: exact to 1e-15 of the largest."""
+    wide = grad.to(_wide(grad.device))
+    gram = wide.mT @ wide if wide.shape[-1] <= wide.shape[-2] else wide @ wide.mT
+    return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
+
+
+@torch.no_grad()
+def spectral_stats(grad, top=32, levels=(0.5, 0.7, 0.9), exact=None, sketch=256):
+    """How concentrated a gradient matrix (m, n) is. -> {"top_share", "rank@<level>" for each level, "entropy_rank"}, plain numbers.
+
+    top_share        share of the energy sum sigma^2 in the `top` largest singular values
+    rank@0.5         fewest singular values that hold half of the energy, and so on
+    entropy_rank     `effective_rank` of all singular values
+
+    Exact where min(m, n) is at most 2048 (`exact` decides otherwise). Above, from the leading `sketch` triplets: top_share is then a
+    lower bound, and "top_share_upper" is an upper one (Ky Fan: what the sketch missed can add no more than its own energy); rank@level is
+    an upper bound, infinite where the sketch does not reach the level; entropy_rank is NaN. A zero matrix has share and ranks 0.
+    Raises ValueError unless grad is a matrix of finite values.
+    """
+    if grad.dim() != 2:
+        raise ValueError(f"grad of shape {tuple(grad.shape)}: spectral_stats takes one matrix (m, n)")
+    total = grad.to(_wide(grad.device)).square().sum().item()
+    if not math.isfinite(total):
+        raise ValueError(f"grad of shape {tuple(grad.shape)} holds a value that is not finite: it has no spectrum")
+    exact = min(grad.shape) <= 2048 if exact is None else exact
+    if exact:
+        energies = _energies(grad)
+    else:
+        energies = block_power_iteration(grad, max(sketch, 2 * top), iters=3, oversample=16)[1].double().square()
+    held = energies.cumsum(-1)
+    stats = {"top_share": _share(held[min(top, len(held)) - 1].item(), total)}
+    if not exact:
+        missed = max(total - held[-1].item(), 0.0)
+        stats["top_share_upper"] = min(1.0, _share(held[min(top, len(held)) - 1].item() + missed, total))
+    for level in levels:
+        # a rounding below the level must not cost a rank: k equal values reach k' / k at k' exactly
+        short = int((held < level * total * (1 - 1e-12)).sum())
+        stats[f"rank@{level:g}"] = 0 if total == 0 else math.inf if short == len(held) else short + 1
+    stats["entropy_rank"] = effective_rank(energies.sqrt()).item() if exact else math.nan
+    return stats
+
+
+def _share(part, total):
+    return part / total if total else 0.0
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+STACK_ELEMENTS = 2**18  # matrices up to this size are stacked: below, calls cost more than the copy
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
+NOISE = 1e-7  # singular values below this multiple of the largest are rounding: they count as 0
+
+
+class Ares(torch.optim.Optimizer):
+    """Adam on the leading singular directions of each gradient matrix, as many as the gradient's own entropy asks for.
+
+    params            as for torch.optim; `Ares.param_groups(model)` makes the groups. A group with "spectral": False is plain AdamW
+                      (bit for bit torch's fused one); without the key every parameter of 2 or 3 dimensions is spectral, a
+                      stack (E, m, n) as E matrices.
+    rank_max, rank_min     limits of the rank; a matrix smaller than rank_max has its own size as limit
+    rank_ema          weight of the past in the rank; 0 = no smoothing
+    power_iters       power iterations a step beside the Rayleigh-Ritz one; one more on a matrix's first step
+    oversample        random columns drawn anew each step
+    step              "literal": Adam's direction as it is; "projected": projected onto the current r directions on both sides
+    rank_mode         "dynamic", or "fixed": r = rank_max
+    low_rank          False: no truncation, plain AdamW (ablation)
+    energy_power      2: entropy of sigma^2; 1: of sigma
+    nonfinite         "raise": RuntimeError before anything is changed; "skip": the whole step is left out and counted in `skipped`
+    seed              of the random columns; torch's random state is never touched
+
+    p.grad is never changed. The host waits for the device once a step. State: exp_avg, exp_avg_sq (as the weight), basis
+    (n, rank_max), rank, step, and master for half-precision weights. ValueError for an argument out of range, a
+    sparse or complex gradient, or a sharding that is not along the first dimension.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        rank_max=64,
+        rank_min=1,
+        rank_ema=0.9,
+        power_iters=1,
+        oversample=8,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        step="literal",
+        rank_mode="dynamic",
+        low_rank=True,
+        energy_power=2,
+        nonfinite="raise",
+        seed=0,
+    ):
+        if nonfinite not in ("raise", "skip"):
+            raise ValueError(f"Ares nonfinite={nonfinite!r} is unknown: use 'raise' or 'skip'")
+        self.nonfinite = nonfinite
+        self.fallbacks = 0  # times that Cholesky could not orthogonalise a stack of matrices
+        defaults = {
+            "lr": lr, "rank_max": rank_max, "rank_min": rank_min, "rank_ema": rank_ema, "power_iters": power_iters,
+            "oversample": oversample, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": step,
+            "rank_mode": rank_mode, "low_rank": low_rank, "energy_power": energy_power, "spectral": None, "seed": seed,
+            "skipped": 0,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @property
+    def skipped(self):
+        """Steps left out because of a gradient that was not finite; saved with the state."""
+        return self.param_groups[0]["skipped"]
+
+    def add_param_group(self, param_group):
+        _check_options(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    @staticmethod
+    def param_groups(model, weight_decay=0.0, rank_max=64, **options):
+        """Groups for `Ares(groups, ...)`: spectral for matrices and expert stacks of the layers; AdamW for the rest.
+
+        The rest is: one-dimensional parameters (norms, biases: also without weight decay), embeddings, head, and matrices with a
+        side of at most 2 rank_max, in which a rank of rank_max cuts nothing worth its cost (routers, small adapters).
+        paper: one-dimensional parameters only; we: embeddings and head too, as their gradients are sparse by rows.
+        options (lr, betas, ...) go into every group. LoRA: an adapter matrix counts as any other, with its rank as a side.
+        Raises ValueError where no matrix is left to be spectral.
+        """
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        spectral, plain, bare, largest = [], [], [], 0
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+            inside = id(p) not in tables and layer_of(name) not in ("embeddings", "head")
+            side = min(p.shape[-2:]) if p.dim() in (2, 3) and inside else 0
+            largest = max(largest, side)
+            chosen = spectral if side > 2 * rank_max else plain if p.dim() > 1 and kind_of(name) != "norm" else bare
+            chosen.append((name, p))
+        if not spectral:
+            raise ValueError(
+                f"Ares with rank_max={rank_max} finds no matrix to treat: the largest smaller side is {largest} and it must exceed "
+                f"{2 * rank_max}; use a smaller rank_max (with LoRA: below half of the adapters' rank) or AdamW"
+            )
+        kinds = ((spectral, True, weight_decay), (plain, False, weight_decay), (bare, False, 0.0))
+        return [
+            {"params": named, "spectral": flag, "weight_decay": decay, "rank_max": rank_max, **options}
+            for named, flag, decay in kinds
+            if named
+        ]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. closure: as for every torch optimizer, evaluated once, before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        buckets, plain = self._collect()
+        for bucket in buckets:
+            bucket.sketch(_cholesky_qr)
+        if not self._check_finite(buckets, plain):
+            self.param_groups[0]["skipped"] += 1
+            return loss
+        _rayleigh_ritz(buckets)
+        for bucket in buckets:
+            bucket.update()
+        for members in plain:
+            _adamw(members, [m.grad for m in members])
+        for members in [bucket.members for bucket in buckets] + plain:
+            for member in members:
+                member.finish()
+        return loss
+
+    def _collect(self):
+        """This step's parameters: _Bucket of equal matrices for the spectral update, lists of _Member for AdamW."""
+        equal, plain = defaultdict(list), []
+        for index, group in enumerate(self.param_groups):
+            members = []
+            for position, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    name = group["param_names"][position] if "param_names" in group else f"{position} of group {index}"
+                    members.append(_Member(p, self.state[p], group, name))
+            for member in members:
+                if member.spectral:
+                    equal[(index, *member.kind())].append(member)
+            rest = [member for member in members if not member.spectral]
+            if rest:
+                plain.append(rest)
+        buckets = []
+        for members in equal.values():  # sizes by the whole matrix, not the shard: all ranks make the same buckets
+            p = members[0].p
+            size = 1 if p.dim() == 3 else max(1, STACK_ELEMENTS // p.numel())
+            buckets += [_Bucket(members[i : i + size]) for i in range(0, len(members), size)]
+        return buckets, plain
+
+    def _check_finite(self, buckets, plain):
+        """True if every gradient is finite. Here the host waits for the device. What Cholesky failed on is done again on the way."""
+        rest = [m for members in plain for m in members]
+        flags = [bucket.broken() for bucket in buckets]
+        if rest:
+            flags.append(~torch.nn.utils.get_total_norm([m.grad for m in rest]).isfinite())
+        if not flags:
+            return True
+        groups = list(
+            {m.shards: None for members in [*(b.members for b in buckets), rest] for m in members if m.shards}
+        )
+        broken = _reduced(torch.stack([flag.to(flags[0].device) for flag in flags]).float(), groups).tolist()
+        if not any(broken):
+            return True
+        again = [bucket for bucket, flag in zip(buckets, broken, strict=False) if flag]
+        suspects = [m for bucket in again for m in bucket.members] + rest
+        names = [m.name for m in suspects if not torch.isfinite(m.grad).all()]
+        if not _reduced(torch.tensor(float(len(names)), device=flags[0].device), groups):
+            for bucket in again:
+                bucket.sketch(_householder_qr)
+            self.fallbacks += len(again)
+            return True
+        if self.nonfinite == "skip":
+            return False
+        some = (
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            if names
+            else "on another rank"
+        )
+        raise RuntimeError(
+            f"Ares: the gradient of parameter {some} is not finite; nothing was changed. Find the cause (--gradloc directional), or "
+            "leave such steps out (nonfinite='skip')"
+        )
+
+    def metrics(self):
+        """{"ares/rank/mean", "ares/rank/min", "ares/rank/max"} of the smoothed rank over this process's matrices, "ares/skipped"."""
+        ranks = [_own(state["rank"]).reshape(-1) for state in self.state.values() if "rank" in state]
+        out = {"ares/skipped": float(self.skipped)}
+        if ranks:
+            values = torch.cat(ranks)
+            for name in ("mean", "min", "max"):
+                out[f"ares/rank/{name}"] = getattr(values, name)().item()
+        return out
+
+    def load_state_dict(self, state_dict):
+        """As torch's, but every tensor keeps its precision: torch rounds the state of a bfloat16 weight to bfloat16."""
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.state[p][name] = value.to("cpu" if name == "step" else p.device, copy=True)
+
+
+def _check_options(group):
+    """Raise ValueError for the first option of a parameter group that is out of range."""
+    checks = (
+        ("lr", not isinstance(group["lr"], torch.Tensor) and group["lr"] >= 0, "a number, 0 or above"),
+        ("rank_max", group["rank_max"] >= 1, "at least 1"),
+        ("rank_min", 1 <= group["rank_min"] <= group["rank_max"], "between 1 and rank_max"),
+        ("rank_ema", 0 <= group["rank_ema"] < 1, "a weight of the past in [0, 1)"),
+        ("power_iters", group["power_iters"] >= 0, "0 or more"),
+        ("oversample", group["oversample"] >= 1, "at least 1"),
+        ("betas", all(0 <= beta < 1 for beta in group["betas"]) and len(group["betas"]) == 2, "two values in [0, 1)"),
+        ("eps", group["eps"] >= 0, "0 or above"),
+        ("weight_decay", group["weight_decay"] >= 0, "0 or above"),
+        ("step", group["step"] in ("literal", "projected"), "'literal' or 'projected'"),
+        ("rank_mode", group["rank_mode"] in ("dynamic", "fixed"), "'dynamic' or 'fixed'"),
+        ("energy_power", group["energy_power"] in (1, 2), "2 (energies) or 1"),
+    )
+    for name, good, need in checks:
+        if not good:
+            raise ValueError(f"Ares {name}={group[name]!r}: use {need}")
+
+
+def _own(x):
+    """The tensor, or this rank's shard of it."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _reduced(x, groups):
+    for group in groups:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
+class _Member:
+    """One parameter in one step: this rank's part of weight, gradient and state."""
+
+    def __init__(self, p, state, group, name):
+        if p.grad.is_sparse or p.is_complex():
+            raise ValueError(
+                f"Ares: parameter {name} has a sparse gradient or complex values: give it to another optimizer"
+            )
+        self.p, self.state, self.group, self.name = p, state, group, name
+        wanted = group["spectral"] is not False and group["low_rank"] and p.dim() in (2, 3) and p.numel() > 0
+        self.spectral = wanted
+        self.shards = _shard_group(p, name)  # the processes that hold other parts of this parameter
+        self.rows = self.shards if p.dim() == 2 else None  # an expert stack is split between matrices, not within
+        self.half = p.dtype not in (torch.float32, torch.float64)
+        self._start()
+        grad = p.grad
+        if (
+            isinstance(grad, DTensor) and grad.placements != p.placements
+        ):  # tensor parallelism can leave a sum to be reduced
+            grad = grad.redistribute(placements=p.placements)
+        self._grad = _own(grad)
+        self.step = int(state["step"]) + 1  # on the host
+
+    def _start(self):
+        """Empty state, also for what an option that was switched on since lacks."""
+        p, state = self.p, self.state
+        dtype = torch.float32 if self.half else p.dtype
+        if "step" not in state:
+            state["step"] = torch.zeros(())  # on the host, as torch's own optimizers keep it
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype), torch.zeros_like(p, dtype=dtype)
+            if self.half:
+                state["master"] = p.detach().clone().to(dtype)
+        if self.spectral and "basis" not in state:
+            m, n = p.shape[-2:]
+            stack, size = tuple(_own(p).shape[:-2]), min(self.group["rank_max"], m, n)
+            state["basis"] = self._whole(torch.zeros(*stack, n, size, dtype=dtype, device=p.device))
+            state["rank"] = self._whole(torch.zeros(stack, device=p.device))
+
+    def _whole(self, local):
+        """State of a sharded expert stack is sharded with it; that of a matrix is the same on every rank."""
+        if not isinstance(self.p, DTensor) or self.p.dim() == 2:
+            return local
+        shape = (self.p.shape[0], *local.shape[1:])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.p.device_mesh, self.p.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def kind(self):
+        """Members of equal kind and group share one bucket."""
+        return tuple(self.p.shape), self.p.dtype, self.p.device, self.shards, self.step, self.state["basis"].shape[-1]
+
+    @property
+    def grad(self):
+        """This rank's gradient, in the precision of the state; a copy for half-precision weights only."""
+        return self._grad.to(self.state["exp_avg"].dtype)
+
+    @property
+    def weight(self):
+        """What the update changes: the weight, or its float32 master."""
+        return _own(self.state["master"] if self.half else self.p)
+
+    def sync_master(self):
+        """Take over a weight that was changed from outside (loaded, merged) since the last step."""
+        if self.half:
+            master, local = self.weight, _own(self.p)
+            master.copy_(torch.where(master.to(local.dtype) == local, master, local.to(master.dtype)))
+
+    def finish(self):
+        if self.half:
+            _own(self.p).copy_(self.weight)
+        self.state["step"] += 1
+
+
+def _shard_group(p, name):
+    """The process group that p is split over along its first dimension; None where it is whole on this rank."""
+    if not isinstance(p, DTensor):
+        return None
+    split = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+    if not split:
+        return None
+    if len(split) > 1 or p.placements[split[0]] != Shard(0):
+        raise ValueError(
+            f"Ares: parameter {name} is laid out as {p.placements}, and only a split along the first dimension (FSDP2's own) over one "
+            "dimension of the mesh is supported: use FSDP2 without tensor parallelism, or another optimizer"
+        )
+    return p.device_mesh.get_group(split[0])
+
+
+def _adamw(members, grads):
+    """torch's AdamW on weights and moments of `members`, which share a group, with `grads` in the place of their own."""
+    group = members[0].group
+    for member in members:
+        member.sync_master()
+    device = members[0].weight.device
+    adamw(
+        [m.weight for m in members],
+        grads,
+        [_own(m.state["exp_avg"]) for m in members],
+        [_own(m.state["exp_avg_sq"]) for m in members],
+        [],
+        [torch.full((), float(m.step - 1), device=device) for m in members],  # made on the device: no wait
+        fused=device.type in FUSED,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class _Bucket:
+    """Matrices of one shape, treated at once: (..., m, n) is one matrix, a stack of small ones (b, m, n), or one expert stack."""
+
+    def __init__(self, members):
+        self.members, self.group = members, members[0].group
+        self.single = len(members) == 1  # one matrix, or one expert stack, as it is; else stacked (b, m, n)
+        self.rows = members[0].rows
+
+    def _stack(self, tensors):
+        return tensors[0] if self.single else torch.stack(tensors)
+
+    def sketch(self, qr):
+        """P, Q, R of every gradient: see `_subspace`. No state changes."""
+        group, first = self.group, self.members[0]
+        grad = self._stack([m.grad for m in self.members])  # (..., m, n), of this rank's rows
+        m, n = first.p.shape[-2:]
+        basis = self._stack([_own(member.state["basis"]) for member in self.members])  # (..., n, k)
+        columns = min(group["rank_max"] + group["oversample"], m, n)
+        cold = first.step == 1
+        if not cold:  # a gradient of lower rank left columns without direction
+            filler = _gaussian_once(n, basis.shape[-1], group["seed"], basis.device, basis.dtype)
+            basis = torch.where(basis.square().sum(-2, keepdim=True) > 0.25, basis, filler)
+        seed = (
+            group["seed"] + 1_000_003 * first.step
+        )  # one draw a step for all matrices: their gradients differ, it need not
+        start = _start(None if cold else basis, n, columns, group["oversample"], seed, grad)
+        self.failed = []
+        options = {"failed": self.failed} if qr is _cholesky_qr else {}
+        self.left, self.right, self.corner = _subspace(
+            grad, start, group["power_iters"] + cold, functools.partial(qr, **options), self.rows
+        )
+
+    def broken(self):
+        """() bool: a factorisation failed, or something is not finite."""
+        flag = ~self.corner.isfinite().all()
+        return torch.stack([flag, *((info != 0).any() for info in self.failed)]).any()
+
+    def update(self):
+        """Rank, truncation, Adam, weights. Needs `values` and `vectors` from `_rayleigh_ritz`."""
+        group, members = self.group, self.members
+        basis = [_own(m.state["basis"]) for m in members]
+        k = basis[0].shape[-1]
+        values, inner_left, inner_right = self.values[..., :k], self.inner_left[..., :k], self.inner_right[..., :k]
+        u = self.left @ inner_left  # (..., m, k)
+        v = self.right @ inner_right  # (..., n, k)
+        keep = torch.arange(k, device=u.device) < self._ranks(values).unsqueeze(-1)  # (..., k)
+        for i, old in enumerate(basis):
+            old.copy_(v if self.single else v[i])
+        truncated = (u * (values * keep).unsqueeze(-2)) @ v.mT  # (..., m, n): G_hat
+        parts = [truncated] if self.single else list(truncated.unbind())
+        if group["step"] == "literal":
+            _adamw(members, parts)
+        else:
+            self._projected(truncated, parts, u * keep.unsqueeze(-2), v * keep.unsqueeze(-2))
+
+    def _ranks(self, values):
+        """Update the smoothed ranks from values (..., k), return the ranks in force, (...) whole numbers as floats."""
+        group = self.group
+        olds = [_own(m.state["rank"]) for m in self.members]
+        old = self._stack(olds)
+        estimate = effective_rank(values, group["energy_power"]).to(old.dtype)
+        smooth = group["rank_ema"] * old + (1 - group["rank_ema"]) * estimate
+        new = torch.where(estimate == 0, old, torch.where(old == 0, estimate, smooth))  # no gradient says nothing
+        for i, o in enumerate(olds):
+            o.copy_(new if self.single else new[i])
+        limit = values.shape[-1]
+        return (
+            torch.full_like(new, limit)
+            if group["rank_mode"] == "fixed"
+            else new.round().clamp(min(group["rank_min"], limit), limit)
+        )
+
+    def _projected(self, truncated, parts, u, v):
+        """W <- (1 - lr wd) W - lr U U^T D V V^T; D takes the place of G_hat in memory."""
+        group = self.group
+        beta1, beta2 = group["betas"]
+        for member, part in zip(self.members, parts, strict=True):
+            member.sync_master()
+            first, second = _own(member.state["exp_avg"]), _own(member.state["exp_avg_sq"])
+            first.lerp_(part, 1 - beta1)
+            second.mul_(beta2).addcmul_(part, part, value=1 - beta2)
+            torch.sqrt(second, out=part).div_(math.sqrt(1 - beta2**member.step)).add_(group["eps"])
+            torch.div(first, part, out=part).div_(1 - beta1**member.step)
+        inner = _sum(u.mT @ (truncated @ v), self.rows)  # (..., k, k)
+        torch.matmul(u @ inner, v.mT, out=truncated)
+        for member, part in zip(self.members, parts, strict=True):
+            member.weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(part, alpha=group["lr"])
+
+
+def _rayleigh_ritz(buckets):
+    """Singular triplets of R^T for all buckets, in one call for each size: `values`, `inner_left`, `inner_right`, in float64.
+
+    P^T G = R^T Q^T and R R^T = W S^2 W^T, so G's are P (R^T W / S), S, Q W. Squaring in float64 loses nothing that float32 held.
+    """
+    sizes = defaultdict(list)
+    for bucket in buckets:
+        sizes[bucket.corner.shape[-1], bucket.corner.device, bucket.corner.dtype].append(bucket)
+    for (_, device, dtype), members in sizes.items():
+        size = members[0].corner.shape[-1]
+        corner = torch.cat([bucket.corner.reshape(-1, size, size) for bucket in members]).to(
+            _wide(device)
+        )  # (all, q, q)
+        squares, right = torch.linalg.eigh(corner @ corner.mT)
+        values, right = squares.clamp(min=0).sqrt().flip(-1), right.flip(-1)
+        values = torch.where(values > NOISE * values[..., :1], values, 0.0)
+        left = corner.mT @ right / torch.where(values > 0, values, math.inf).unsqueeze(-2)
+        counts = [bucket.corner.numel() // size**2 for bucket in members]
+        for bucket, *parts in zip(members, *(x.to(dtype).split(counts) for x in (values, left, right)), strict=True):
+            stack = bucket.corner.shape[:-2]
+            bucket.values, bucket.inner_left, bucket.inner_right = (x.reshape(*stack, *x.shape[1:]) for x in parts)

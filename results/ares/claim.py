@@ -1,0 +1,181 @@
+"""The claims `ares` (optimizers, ablations, estimators on the tiny RL task) and `ares_spectra` of results/reproduce.py: arms and tables.
+
+Two models: the tiny Qwen3 (hidden 96, ships here), and a larger one (hidden 256, some 4M parameters), in which rank 32 is less than all;
+it is cold-started once, by `python recipes/cold_start.py --output_dir runs/ares/larger --hidden_size 256`.
+
+H1 and H2 are the readings of the article's ablation without low rank (2.7 against 27.2) in which that number is possible. H1: Ares runs at
+a learning rate far above AdamW's, so plain Adam at that rate collapses. H2: its step is orthogonalised, so that Muon is what is left. What
+separates them: "no low rank" at each learning rate of the sweep, beside Muon's sweep.
+"""
+
+import statistics
+
+RATES = {  # at least four for each optimizer, around where each is known to train the tiny model or a decade on both sides of it
+    "ares": ["3e-5", "1e-4", "3e-4", "1e-3", "3e-3"],
+    "projected": ["3e-5", "1e-4", "3e-4", "1e-3", "3e-3"],
+    "no low rank": ["3e-5", "1e-4", "3e-4", "1e-3", "3e-3"],
+    "adamw": ["3e-5", "1e-4", "3e-4", "1e-3", "3e-3"],
+    "muon": ["1e-5", "1e-4", "1e-3", "1e-2"],
+    "galore": ["1e-4", "1e-3", "3e-3", "1e-2"],
+    "sgd": ["1e-3", "1e-2", "1e-1", "1"],
+    "rmsprop": ["1e-5", "1e-4", "3e-4", "1e-3"],
+}
+ARES = ["--optim_method", "ares"]  # rank_max 16 on the tiny model
+METHODS = {
+    "ares": ARES,
+    "projected": [*ARES, "--ares_step", "projected"],
+    "no low rank": [*ARES, "--no_low_rank", "true"],
+    "adamw": ["--optim_method", "adamw"],
+    "muon": ["--optim_method", "muon"],
+    "galore": ["--optim_method", "galore", "--rank_max", "16", "--galore_gap", "20", "--galore_scale", "1"],
+    "sgd": ["--optim_method", "sgd"],
+    "rmsprop": ["--optim_method", "rmsprop"],
+}
+COMMON = [
+    "--save_strategy",
+    "no",
+    "--report_to",
+    "none",
+    "--gradloc",
+    "off",
+    "--spectral_every",
+    "0",
+    "--dynamic_sampling",
+    "false",
+]
+
+
+def sweep_arms():
+    """{"ares at 1e-4": options}: every optimizer at every rate, and the ablations that the article lists at two rates."""
+    arms = {
+        f"{name} at {lr}": [*COMMON, *METHODS[name], "--learning_rate", lr]
+        for name, rates in RATES.items()
+        for lr in rates
+    }
+    for lr in ("3e-4", "1e-3"):
+        for step in ("literal", "projected"):
+            base = [*COMMON, *ARES, "--ares_step", step, "--learning_rate", lr]
+            arms[f"{step}, fixed rank at {lr}"] = [*base, "--rank_mode", "fixed"]
+            arms[f"{step}, no smoothing at {lr}"] = [*base, "--rank_ema", "0"]
+    for rank in ("4", "8", "31"):
+        arms[f"literal, rank_max {rank} at 3e-4"] = [
+            *COMMON,
+            "--optim_method",
+            "ares",
+            "--rank_max",
+            rank,
+            "--learning_rate",
+            "3e-4",
+        ]
+    for algorithm in ("rloo", "reinforce_pp", "gdpo", "grpo"):
+        for name in ("ares", "adamw"):
+            arms[f"{algorithm}: {name} at 1e-4"] = [
+                *COMMON,
+                *METHODS[name],
+                "--learning_rate",
+                "1e-4",
+                "--algorithm",
+                algorithm,
+            ]
+    for name in ("ares", "adamw"):
+        arms[f"sft: {name} at 1e-4"] = [
+            *COMMON,
+            *METHODS[name],
+            "--learning_rate",
+            "1e-4",
+            "--mode",
+            "sft",
+            "--overlong_buffer",
+            "0",
+        ]
+    return arms
+
+
+# spectra: AdamW, so that what is seen is the gradient's and not Ares's doing; top 2 of 96 is the article's 32 of 2,048, rounded up
+SPECTRA = [
+    "--optim_method", "adamw", "--save_strategy", "no", "--report_to", "none", "--gradloc", "off",
+    "--spectral_every", "5", "--dynamic_sampling", "false", "--algorithm", "grpo", "--overlong_buffer", "0", "--learning_rate", "1e-4",
+]  # fmt: skip
+LARGER = "runs/ares/larger"
+
+
+def spectra_arms(larger):
+    """{"tiny: RLVR": options, ...}; with `larger` (a model folder) the same four on it, with the article's top 32."""
+    kinds = {
+        "RLVR": [],
+        "random reward": ["--reward", "random"],
+        "SFT": ["--mode", "sft"],
+        "RLVR, dapo": ["--algorithm", "dapo", "--dynamic_sampling", "true"],
+    }
+    arms = {f"tiny: {kind}": [*SPECTRA, "--spectral_top", "2", *options] for kind, options in kinds.items()}
+    if larger is not None:
+        model = ["--model_name_or_path", str(larger), "--dataset", "tiny", "--eval_source", "tiny:heldout", "--exact_answers", "true",
+                 "--max_steps", "120", "--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", "48",
+                 "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "5", "--gradient_checkpointing", "false"]  # fmt: skip
+        arms |= {
+            f"larger: {kind}": [*model, *SPECTRA, "--spectral_top", "32", *options] for kind, options in kinds.items()
+        }
+    return arms
+
+
+def sweep_rows(runs, spread):
+    """One row an arm: accuracy, reward, collapse, ranks, minutes; mean and spread over seeds."""
+    for arm, by_seed in runs.items():
+        columns = {}
+        for records, minutes in by_seed.values():
+            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+            train = [r for r in records if "grad_norm" in r]
+            tail = train[-10:]
+            row = {
+                "held-out after %": evals[-1],
+                "gain, points": evals[-1] - evals[0],
+                "accuracy, last 10 steps": statistics.mean(r["accuracy"] for r in tail),
+                "best accuracy": max(
+                    statistics.mean(r["accuracy"] for r in train[i : i + 10]) for i in range(max(1, len(train) - 9))
+                ),
+                "entropy, last 10": statistics.mean(r["entropy"] for r in tail),
+                "rank, mean over the run": statistics.mean(r["ares/rank/mean"] for r in train)
+                if "ares/rank/mean" in train[0]
+                else None,
+                "minutes": minutes,
+            }
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+        yield list(columns), [arm, *(spread(values) if None not in values else "-" for values in columns.values())]
+
+
+def best_rates(rows, heads):
+    """Lines that name each optimizer's best learning rate by mean held-out accuracy."""
+    column = 1 + heads.index("held-out after %")
+    best = {}
+    for row in rows:
+        name, _, lr = row[0].rpartition(" at ")
+        value = float(row[column].split(" ")[0])
+        if name in METHODS and value > best.get(name, (0.0,))[0]:
+            best[name] = (value, lr, row[column])
+    return [
+        f"- {name}: {text} % at {lr}" for name, (_, lr, text) in sorted(best.items(), key=lambda item: -item[1][0])
+    ]
+
+
+def spectra_rows(spectra, mean_over, spread):
+    """One row an arm from {arm: [records of each seed]}: first and last fifth of the run."""
+    keys = ("top_share", "rank@0.5", "rank@0.7", "rank@0.9", "entropy_rank")
+    for arm, seeds in spectra.items():
+        cells = []
+        for key in keys:
+            for part in (0, 1):
+                values = []
+                for records in seeds:
+                    size = max(1, len(records) // 5)
+                    some = records[-size:] if part else records[:size]
+                    values.append(statistics.mean(mean_over(record, key) for record in some))
+                cells.append(spread(values))
+        yield [arm, *cells]
+
+
+SPECTRA_HEAD = ["arm"] + [
+    f"{name}, {part} fifth"
+    for name in ("top share", "rank 50 %", "rank 70 %", "rank 90 %", "entropy rank")
+    for part in ("first", "last")
+]
