@@ -294,7 +294,7 @@ def windows(records, every):
         yield last, {n: statistics.mean(r[n] for r in group if isinstance(r.get(n), float)) for n in sorted(names)}
 
 
-def write_table(claim, head, rows, seeds, steps, jobs, out, arms):
+def write_table(claim, head, rows, seeds, steps, jobs, out, arms, more=()):
     lines = [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -302,7 +302,10 @@ def write_table(claim, head, rows, seeds, steps, jobs, out, arms):
     ]
     command = f"python results/reproduce.py {claim} --seeds {' '.join(map(str, seeds))}"
     command += (f" --steps {steps}" if steps else "") + (f" --jobs {jobs}" if jobs > 1 else "")
-    fill(out / "report.md", [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines])
+    fill(
+        out / "report.md",
+        [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines, *more],
+    )
     print("\n".join(lines))
     print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(arms)}))
 
@@ -409,13 +412,48 @@ def minirl_rows(runs):
         yield list(columns), [arm, *cells]
 
 
+def minirl_pairs(after):
+    """What the clip, R2 and R3 change in held-out accuracy, compared with the same arm and seed without. {(arm, seed): %} -> lines."""
+    seeds, grid = (
+        sorted({seed for _, seed in after}),
+        [(n, replay) for n in (2, 4, 8) for replay in ("no replay", "R2", "R3")],
+    )
+    clip = {
+        (n, r, s): after[f"N={n}: {r}, clip", s] - after[f"N={n}: {r}, no clip", s] for n, r in grid for s in seeds
+    }
+    effects = {"clip": clip.values()} | {f"clip, N={n}": [v for k, v in clip.items() if k[0] == n] for n in (2, 4, 8)}
+    for replay in ("R2", "R3"):
+        effects[f"{replay} (with the clip)"] = [
+            after[f"N={n}: {replay}, clip", s] - after[f"N={n}: no replay, clip", s] for n in (2, 4, 8) for s in seeds
+        ]
+    for other, name in (
+        ("with length norm", "length norm, N=1"),
+        ("without IS", "without IS, N=1"),
+        ("+ R3", "R3, N=1"),
+    ):
+        effects[name] = [after[f"N=1: {other}", s] - after["N=1: MiniRL", s] for s in seeds]
+    yield from (
+        "",
+        "| change | held-out accuracy, points, paired by arm and seed | pairs in which it rises |",
+        "|---|---|---|",
+    )
+    for name, values in effects.items():
+        yield f"| {name} | {spread(list(values))} | {sum(v > 0 for v in values)} of {len(values)} |"
+
+
 def minirl_report(claim, arms, seeds, steps, out, jobs):
     runs, _ = run_arms(claim, arms, seeds, steps, out, jobs, recipe="minirl_sync", every=8)
     for group in dict.fromkeys(arm.split(":")[0] for arm in runs):
         part = {arm.split(": ", 1)[1]: v for arm, v in runs.items() if arm.startswith(f"{group}:")}
         curves(part, out / f"curve_{group.lower().translate({ord(' '): '_', ord('='): None, ord(','): None})}.png")
     heads, rows = zip(*minirl_rows(runs), strict=True)
-    write_table(claim, ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms)
+    after = {
+        (arm, seed): 100 * [r["eval/accuracy"] for r in records if "eval/accuracy" in r][-1]
+        for arm, by_seed in runs.items()
+        for seed, (records, _) in by_seed.items()
+    }
+    more = list(minirl_pairs(after)) if claim == "minirl" else ()
+    write_table(claim, ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms, more)
 
 
 def minirl(seeds, steps, out, jobs):
