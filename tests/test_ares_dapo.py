@@ -189,6 +189,9 @@ def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_rewa
     record = [r for r in trainer.state.log_history if "loss" in r]
     assert all(r["dynamic/unfilled_frac"] == 0 for r in record) and max(r["dynamic/rounds"] for r in record) > 1
     assert all(
+        r["rollout/weights_changed"] == 1 for r in record[1:]
+    )  # a refill is no sampling from weights that stand still
+    assert all(
         abs(r["mismatch/k3"]) < 1e-6 for r in record
     )  # float32 engine: samples, tokens and log-probs belong together
 
@@ -224,6 +227,7 @@ def test_sft_raises_the_likelihood_of_right_samples_of_the_first_weights(tmp_pat
     trainer = make(tmp_path, mode="sft", max_steps=4, optim_method="adamw")
     first = trainer._first.fingerprint
     trainer.train()
+    trainer.sync_engine()
     assert trainer._first.fingerprint == first != trainer.engine.fingerprint
     losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
     assert all(loss > 0 for loss in losses)
@@ -268,7 +272,7 @@ def test_adapters_train(tmp_path):
     from peft import LoraConfig
 
     with pytest.raises(ValueError, match="with LoRA: below half of the adapters' rank"):
-        make(tmp_path, peft_config=LoraConfig(r=8, task_type="CAUSAL_LM"))
+        make(tmp_path, peft_config=LoraConfig(r=8, task_type="CAUSAL_LM"), rank_max=4)
     trainer = make(
         tmp_path, peft_config=LoraConfig(r=8, task_type="CAUSAL_LM"), rank_max=3, max_steps=2, spectral_every=1
     )
