@@ -590,7 +590,7 @@ def test_a_full_buffer_is_resumed_bit_for_bit(moe, tmp_path, in_process):
     changes |= FP8 | {"per_device_train_batch_size": 8, "max_steps": 6}
     whole = trained(make_async, tmp_path / "whole", moe, MiniRLAsyncTrainer, **changes)
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    state = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)["ahead"]
+    state = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)["own"]
     assert (
         len(state["groups"]) == 8 and state["cursor"] == 16
     )  # two samplings of four groups, ahead of the two that were taken

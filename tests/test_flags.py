@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import ares_dapo
 import dsv32_stable
 import grpo_tokenclip
 import minirl_async_r3
@@ -286,7 +287,7 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
-    recipes = {"async": minirl_async_r3, "minirl": minirl_sync, "dsv32": dsv32_stable}
+    recipes = {"ares": ares_dapo, "async": minirl_async_r3, "minirl": minirl_sync, "dsv32": dsv32_stable}
     recipe = next((r for word, r in recipes.items() if word in file.stem), grpo_tokenclip)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])

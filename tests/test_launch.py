@@ -20,7 +20,10 @@ from trl import GRPOConfig
 import grpo_tokenclip
 import rlvr_launch
 import rlvr_report
+from ares_dapo import AresDAPOConfig
+from dsv32_stable import DSV32Config
 from grpo_tokenclip import GRPOTokenClipConfig
+from minirl_async_r3 import MiniRLAsyncConfig
 from minirl_sync import MiniRLConfig
 from rlvr_common import RLVRConfig
 from rlvr_launch import (
@@ -90,7 +93,7 @@ def test_help_is_the_recipes_own_options_and_the_common_twenty(flag, capsys):
     assert len(COMMON_OPTIONS) == 20 and {"token_clip", "seq_clip_low", "dataset", "rollout_dtype"} <= own
     assert offered(text) >= own | COMMON_OPTIONS | {"help"}
     assert not offered(text) & {"adam_beta1", "loss_type", "no_remove_unused_columns"}
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 140
     assert grpo_tokenclip.__doc__.splitlines()[0] in text and "accelerate launch recipes/grpo_tokenclip.py" in text
 
 
@@ -176,7 +179,13 @@ def test_the_tiny_settings_can_be_overridden():
 
 @pytest.mark.parametrize("file", sorted(TINY_CONFIG.parent.glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_has_only_known_keys(file):
-    check_config_file([str(file)], MiniRLConfig if "minirl" in file.stem else GRPOTokenClipConfig)
+    recipes = {
+        "ares": AresDAPOConfig,
+        "async": MiniRLAsyncConfig,
+        "minirl": MiniRLConfig,
+        "dsv32": DSV32Config,
+    }
+    check_config_file([str(file)], next((c for word, c in recipes.items() if word in file.stem), GRPOTokenClipConfig))
 
 
 def test_both_spellings_of_an_option_mean_the_same(capsys, tmp_path):
