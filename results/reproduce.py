@@ -374,6 +374,16 @@ def gradloc(seeds, steps, out, jobs):
     print(f"pages of the spikes: python gradloc.py view {work}")
 
 
+def cells(columns):
+    """{name: a value a seed, None where there is none} -> mean and spread as text; of collapse steps the list."""
+    for name, values in columns.items():
+        known = [v for v in values if v is not None]
+        if name == "collapse step":
+            yield ", ".join(map(str, sorted(known))) or "-"
+        else:
+            yield spread(known) if known else "-"
+
+
 def minirl_rows(runs):
     """One row an arm: accuracy, the reward's peak and end over windows of 8 updates, stability, routing; mean and spread."""
     for arm, by_seed in runs.items():
@@ -402,14 +412,7 @@ def minirl_rows(runs):
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-        cells = []
-        for name, values in columns.items():
-            known = [v for v in values if v is not None]
-            if name == "collapse step":
-                cells.append(", ".join(map(str, sorted(known))) or "-")
-            else:
-                cells.append(spread(known) if known else "-")
-        yield list(columns), [arm, *cells]
+        yield list(columns), [arm, *cells(columns)]
 
 
 def minirl_pairs(after):
@@ -491,14 +494,7 @@ def dsv32_rows(runs):
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-        cells = []
-        for name, values in columns.items():
-            known = [v for v in values if v is not None]
-            if name == "collapse step":
-                cells.append(", ".join(map(str, sorted(known))) or "-")
-            else:
-                cells.append(spread(known) if known else "-")
-        yield list(columns), [arm, *cells]
+        yield list(columns), [arm, *cells(columns)]
 
 
 def kl_gradients():
