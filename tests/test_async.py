@@ -723,8 +723,13 @@ def test_two_processes_train_as_one_does_and_resume_bit_for_bit(tmp_path):
     checkpoint = f"--resume_from_checkpoint={tmp_path}/2/checkpoint-2"
     again = launch(2, tmp_path / "again", "--per_device_train_batch_size=8", checkpoint)
     assert all(torch.equal(two[1][k], again[1][k]) for k in two[1])
-    left = [p for p in psutil.process_iter(["cmdline"]) if "engine_process.py" in " ".join(p.info["cmdline"] or [])]
-    assert not [p for p in left if str(REPO) in " ".join(p.info["cmdline"])]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(REPO / "engine_process.py") in (p.info["cmdline"] or [])
+        and os.getpid() not in [q.pid for q in p.parents()]
+    ]  # children of the test run itself belong to other tests
+    assert not psutil.wait_procs(left, timeout=10)[1]
 
 
 # --- what a run shows -------------------------------------------------------------------------------------------------
