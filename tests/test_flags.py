@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import ares_dapo
 import grpo_tokenclip
 import minirl_sync
 from grpo_tokenclip import GRPOTokenClipConfig
@@ -277,7 +278,7 @@ def test_a_refused_flag_of_the_command_line_stops_before_anything_is_written(mon
 
 @pytest.mark.parametrize("file", sorted((REPO / "recipes" / "configs").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_path):
-    recipe = minirl_sync if "minirl" in file.stem else grpo_tokenclip
+    recipe = minirl_sync if "minirl" in file.stem else ares_dapo if "ares" in file.stem else grpo_tokenclip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 
