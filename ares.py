@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-from layer_clip import kind_of, layer_of
+from layer_clip import layer_of
 
 # --- spectra ----------------------------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Ares(torch.optim.Optimizer):
             inside = id(p) not in tables and layer_of(name) not in ("embeddings", "head")
             side = min(p.shape[-2:]) if p.dim() in (2, 3) and inside else 0
             largest = max(largest, side)
-            chosen = spectral if side > 2 * rank_max else plain if p.dim() > 1 and kind_of(name) != "norm" else bare
+            chosen = spectral if side > 2 * rank_max else plain if p.dim() > 1 else bare
             chosen.append((name, p))
         if not spectral:
             raise ValueError(

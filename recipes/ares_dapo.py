@@ -191,7 +191,7 @@ def make_optimizer(model, args):
     for name, p in model.named_parameters():
         if p.requires_grad:
             inside = p.dim() > 1 and layer_of(name) not in ("embeddings", "head")
-            (matrices if inside else tables if p.dim() > 1 and kind_of(name) != "norm" else bare).append(p)
+            (matrices if inside else tables if p.dim() > 1 else bare).append(p)
     groups = [{"params": matrices + tables, "weight_decay": decay}, {"params": bare, "weight_decay": 0.0}]
     if args.optim_method == "adamw":
         return torch.optim.AdamW(groups, lr=lr, **adam)

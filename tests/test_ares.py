@@ -325,7 +325,7 @@ def test_smoothing_and_limits_of_the_rank():
 def test_a_zero_gradient_moves_nothing_and_teaches_nothing(step):
     weight = parameters([(30, 20)])[0]
     before = weight.detach().clone()
-    optimizer = Ares([weight], rank_max=4, step=step)
+    optimizer = Ares([weight], rank_max=4, oversample=1, step=step)
     weight.grad = torch.zeros(30, 20)
     optimizer.step()
     assert torch.equal(weight, before) and optimizer.state[weight]["rank"].item() == 0
