@@ -596,8 +596,11 @@ class EpochSampler(RepeatSampler):
 
     def __iter__(self):
         if self.shuffle:  # the factor keeps (seed 0, epoch 1) apart from (seed 1, epoch 0)
-            self.generator.manual_seed(self.seed + 1_000_003 * self.epoch)
+            self.generator.manual_seed(self._epoch_seed(self.epoch))
         return super().__iter__()
+
+    def _epoch_seed(self, epoch):
+        return self.seed + 1_000_003 * epoch
 
     def prompts_of(self, sampling):
         """The dataset indices of the sampling-th generation batch of a run, over all processes: (P,) a list."""
@@ -605,8 +608,8 @@ class EpochSampler(RepeatSampler):
         epoch, place = divmod(sampling, per_epoch)
         order = torch.arange(self.num_samples)
         if self.shuffle:
-            seed = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
-            order = torch.randperm(self.num_samples, generator=seed)
+            generator = torch.Generator().manual_seed(self._epoch_seed(epoch))
+            order = torch.randperm(self.num_samples, generator=generator)
         return order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
 
 
