@@ -9,7 +9,7 @@ from rlvr_common import k3, unbiased_kl
 
 # DeepSeek-V3.2's mechanisms (arXiv:2512.02556, section 3.1) on the tiny MoE, one changed at a time; the guard only watches.
 DSV32 = [
-    "--per_device_train_batch_size", "32", "--max_steps", "96", "--learning_rate", "3e-4", "--save_strategy", "no",
+    "--per_device_train_batch_size", "32", "--max_steps", "64", "--learning_rate", "3e-4", "--save_strategy", "no",
     "--report_to", "none", "--eval_problems", "100", "--eval_samples", "8", "--gradloc", "off", "--guard", "warn",
     "--verifier_workers", "1",
 ]  # fmt: skip

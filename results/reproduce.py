@@ -5,10 +5,10 @@
     python results/reproduce.py minirl --jobs 2           the paper's ablations on the tiny MoE: 26 arms x three seeds, under an hour
     python results/reproduce.py minirl_push --jobs 2      where the same arms break: coarser rollouts, higher learning rates, longer runs
     python results/reproduce.py async_time                seconds of an update at each staleness; on an idle machine, some minutes
-    python results/reproduce.py async --jobs 2            staleness 0 to 16, replay and clip: 28 arms x three seeds, about 40 minutes
+    python results/reproduce.py async --jobs 2            staleness 0 to 16, replay and clip: 28 arms x three seeds, half an hour
     python results/reproduce.py dsv32 --jobs 2            DeepSeek-V3.2's mechanisms on the tiny MoE: 20 arms x three seeds
     python results/dsv32/drills.py                        what the guard sees and restores when a run is broken on purpose, minutes
-    python results/reproduce.py ares --jobs 2             8 optimizers at 4 learning rates, ablations: 49 arms x three seeds, an hour
+    python results/reproduce.py ares --jobs 2             8 optimizers at 4 learning rates, ablations: 49 arms x three seeds, half an hour
     python results/reproduce.py ares_spectra --jobs 2     spectra of the gradient: RLVR, random reward, SFT
     python results/reproduce.py grpo_tokenclip --seeds 0 --steps 20     a quick look, written to runs/, not to results/
 

@@ -32,7 +32,7 @@ METHODS = {
     "rmsprop": ["--optim_method", "rmsprop"],
 }
 COMMON = [
-    "--per_device_train_batch_size", "32", "--max_steps", "96", "--save_strategy", "no", "--report_to", "none", "--gradloc", "off",
+    "--per_device_train_batch_size", "32", "--max_steps", "64", "--save_strategy", "no", "--report_to", "none", "--gradloc", "off",
     "--spectral_every", "0", "--dynamic_sampling", "false", "--eval_problems", "100", "--eval_samples", "8", "--verifier_workers", "1",
 ]  # fmt: skip
 
