@@ -38,8 +38,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 import stability
+from ares import Ares
 from gradloc import GradLoc
 from gradloc_trainer import Attachment
+from optimizers import OPTIMIZERS, check_options, make_optimizer
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
@@ -458,6 +460,27 @@ class RLVRConfig(GRPOConfig):
             "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
         },
     )
+    # optimizer
+    optim_method: str | None = field(
+        default=None, metadata={"help": f"{' | '.join(OPTIMIZERS)}; unset = TRL's --optim, AdamW"}
+    )
+    rank_max: int | None = field(
+        default=None,
+        metadata={
+            "help": "largest rank (ares), the rank (galore); unset = 64, or a quarter of the smallest side in a layer. paper: not stated"
+        },
+    )
+    rank_min: int = field(default=1, metadata={"help": "ares: smallest rank"})
+    rank_ema: float = field(default=0.9, metadata={"help": "ares: weight of the past in the rank; 0 = no smoothing"})
+    power_iters: int = field(default=1, metadata={"help": "ares: power iterations a step"})
+    ares_step: str = field(default="literal", metadata={"help": "ares: literal | projected"})
+    rank_mode: str = field(default="dynamic", metadata={"help": "ares: dynamic | fixed (ablation: r = rank_max)"})
+    no_low_rank: bool = field(default=False, metadata={"help": "ares, ablation: no truncation"})
+    galore_gap: int = field(default=200, metadata={"help": "steps between two projections. GaLore: 200"})
+    galore_scale: float = field(default=0.25, metadata={"help": "factor on the update. GaLore: 0.25"})
+    momentum: float | None = field(
+        default=None, metadata={"help": "muon (0.95), sgd (0.9), rmsprop (0); unset = that"}
+    )
     # gradient spectra
     spectral_every: int = field(
         default=0,
@@ -569,6 +592,7 @@ class RLVRConfig(GRPOConfig):
                 f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: with --engine vllm neither is tested; use the "
                 "built-in engine for them"
             )
+        check_options(self)
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -645,6 +669,13 @@ class RLVRTrainer(GRPOTrainer):
                 f"--dataset {args.dataset} gives {len(train_dataset)} rows, but one sampling takes {needed} prompts: use more "
                 "rows, or lower --per_device_train_batch_size or --gradient_accumulation_steps"
             )
+        self._ares = None
+        if args.optim_method is not None:
+            if args.optim_method == "ares" and self.is_deepspeed_enabled:
+                raise ValueError(
+                    "--optim_method ares needs whole gradients, which DeepSpeed flattens and splits: use DDP or FSDP2"
+                )
+            make_optimizer(self.model, args)  # wrong options stop here, before anything is sampled
         self.routing = self._check_routing()
         self._scoring_old, self._sampled_routes = False, None
         self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
@@ -1157,12 +1188,22 @@ class RLVRTrainer(GRPOTrainer):
         if value is not None and math.isnan(value):
             self._broken.add(name)
 
+    def create_optimizer(self, model=None):
+        if self.args.optim_method is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.model if model is None else model, self.args)
+            self._ares = self.optimizer if isinstance(self.optimizer, Ares) else None
+        return self.optimizer
+
     def log(self, logs, start_time=None):
         """TRL leaves NaN out of a window's mean; one broken log-prob must show."""
         for name in sorted(self._broken):
             self._metrics["train"].pop(name, None)
             logs[name] = math.nan
         self._broken.clear()
+        if self._ares is not None and "loss" in logs:
+            logs |= self._ares.metrics()
         if self.model.training and not torch.isfinite(self._tr_loss).all():
             self._tr_loss.zero_()  # the Trainer subtracts what it logged, and NaN - NaN would stay for ever
         super().log(logs, start_time)

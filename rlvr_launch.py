@@ -92,7 +92,7 @@ def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
         config_class.__annotations__
     )
     for action in parser._actions:
-        negation = any(option.startswith("--no_") for option in action.option_strings)
+        negation = action.option_strings[0] == f"--no_{action.dest}"  # of a flag; --no_is is a flag of its own
         if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
             action.help = argparse.SUPPRESS
         elif action.dest in SHORT_HELP and not show_all:
