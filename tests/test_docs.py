@@ -1,7 +1,10 @@
 """The documents under docs/: every name they give exists, every value they quote is the default, every derivation holds in float64."""
 
 import ast
+import dataclasses
 import functools
+import importlib
+import inspect
 import itertools
 import math
 import re
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from ares import effective_rank
 from rlvr_common import aggregate, minirl_loss, support_logps
@@ -40,6 +44,55 @@ def test_every_derivation_names_its_code_and_a_test():
     for section in sections:
         code, tests = section.split("\nCode: ")[1].split("\nTests: ")
         assert "::" in code and "`tests/" in tests, section[:40]
+
+
+# --- where papers are silent ------------------------------------------------------------------------------------------
+
+
+def not_stated_rows():
+    """[(cell "we", [files of cell "where"])] of docs/not_stated.md; a pattern of configs stands for all of them."""
+    rows = []
+    for line in (REPO / "docs" / "not_stated.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and len(cells) == 4 and cells[0] != "not stated":
+            pattern = re.search(r"`([^`:]+)", cells[3]).group(1)
+            files = sorted(REPO.glob(pattern))
+            assert files, f"{pattern} of {line[:60]} names no file"
+            rows.append((cells[1], files))
+    return rows
+
+
+def default_of(module, owner, name):
+    """The default of a dataclass field, or of an argument of a function or class."""
+    thing = getattr(importlib.import_module(module), owner)
+    if dataclasses.is_dataclass(thing):
+        return {f.name: f.default for f in dataclasses.fields(thing)}[name]
+    return inspect.signature(thing).parameters[name].default
+
+
+def test_every_value_is_the_default():
+    compared = 0
+    for we, files in not_stated_rows():
+        for left, value in re.findall(r"`([\w.]+) = ([^`]+)`", we):
+            for file in files:
+                if file.suffix == ".yaml":
+                    actual = yaml.safe_load(file.read_text())[left]
+                else:
+                    actual = default_of(file.stem, *left.split("."))
+                actual = float(actual) if isinstance(ast.literal_eval(value), float) else actual
+                assert actual == ast.literal_eval(value), f"{file.name}: {left} is {actual}, the table says {value}"
+                compared += 1
+    assert compared > 80
+
+
+def test_every_line_that_says_not_stated_has_its_row():
+    rows = not_stated_rows()
+    for source in sorted([*REPO.glob("*.py"), *(REPO / "recipes").glob("*.py")]):
+        marked = [x for x in source.read_text().splitlines() if "not stated" in x and 'we: ..."' not in x]
+        assert len(marked) <= sum(source in files for _, files in rows), f"{source.name}: {marked}"
+    for config in sorted((REPO / "recipes" / "configs").glob("*.yaml")):
+        for key in re.findall(r"^(\w+):.*# ours", config.read_text(), re.MULTILINE):
+            assert any(config in files and f"`{key} = " in we for we, files in rows), f"{config.name}: {key}"
 
 
 # --- 1. token and sequence objective ----------------------------------------------------------------------------------
