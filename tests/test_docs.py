@@ -209,4 +209,6 @@ def test_the_entropy_rank_of_signal_and_rest_and_of_the_articles_shares():
         if k == 4:
             assert f" as {formula:.1f}" in text
     ranks = [effective_rank(power_law(share)[:64]).item() for share in (0.08, 0.18)]
-    assert f"from {ranks[0]:.1f} to {ranks[1]:.1f}" in text and (ranks[0] - ranks[1]) / 64 == pytest.approx(1 / 7, abs=0.02)
+    assert f"from {ranks[0]:.1f} to {ranks[1]:.1f}" in text and (ranks[0] - ranks[1]) / 64 == pytest.approx(
+        1 / 7, abs=0.02
+    )
