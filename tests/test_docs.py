@@ -28,14 +28,22 @@ def names_of(path):
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
+def anchors_of(path):
+    """The anchors that GitHub gives the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("doc", DOCS, ids=lambda d: d.name)
 def test_named_code_and_linked_files_exist(doc):
     text = doc.read_text()
     for path, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
         assert (REPO / path).is_file(), path
         assert name in names_of(path), f"{path}::{name}"
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (doc.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^):]+)\)", text):
+        file, _, anchor = link.partition("#")
+        assert (doc.parent / file).exists(), link
+        assert not anchor or anchor in anchors_of(doc.parent / file), link
 
 
 def test_every_derivation_names_its_code_and_a_test():
