@@ -38,7 +38,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 import stability
-from gradloc import Attachment, GradLoc
+from gradloc import GradLoc
+from gradloc_trainer import Attachment
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
 from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
 from rlvr_report import RunReport, table
