@@ -264,6 +264,22 @@ def test_resume_is_bit_for_bit(tmp_path, dynamic):
     assert b and [record for record in a if record["step"] > 2] == b
 
 
+@pytest.mark.parametrize("step", ["literal", "projected"])
+def test_gradloc_looks_and_ares_steps_as_if_it_had_not(tmp_path, step):
+    """GradLoc moves weights and gradients on its way and puts them back; Ares must not see it. LayerClip and the global clip in between."""
+    options_ = {"ares_step": step, "max_steps": 3, "layer_clip": True, "max_grad_norm": 0.05}
+    plain = make(tmp_path / "plain", **options_)
+    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)
+    plain.train()
+    watched.train()
+    assert equal(weights(plain), weights(watched))
+    states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (plain, watched)]
+    for key, state in states[0].items():
+        assert all(torch.equal(value, states[1][key][name]) for name, value in state.items())
+    shares = [r["gradloc/certificate"] for r in watched.state.log_history if "gradloc/certificate" in r]
+    assert len(shares) == 3 and max(shares) < 0.05
+
+
 def test_sft_raises_the_likelihood_of_right_samples_of_the_first_weights(tmp_path):
     trainer = make(tmp_path, mode="sft", max_steps=4, optim_method="adamw")
     first = trainer._first.fingerprint
