@@ -46,7 +46,7 @@ from gradloc_batch import (
     rho_of,
     value_at,
 )
-from gradloc_causes import CAUSES, diagnose, diagnose_into, place_key, sentence  # noqa: F401
+from gradloc_causes import CAUSES, diagnose_into, place_key, sentence
 from gradloc_methods import (
     Call,
     Found,

@@ -9,7 +9,7 @@ def ares(seeds, steps, out, jobs):
     arms = claim.sweep_arms()
     runs, _ = run_arms("ares", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
     heads, rows = zip(*claim.sweep_rows(runs, spread), strict=True)
-    write_table("ares", ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms)
+    write_table("ares", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out)
     print("\n".join(claim.best_rates(rows, heads[0])))
 
 
@@ -17,7 +17,7 @@ def ares_spectra(seeds, steps, out, jobs):
     """Also on the larger model, where it was made: recipes/cold_start.py, see results/ares/claim.py."""
     larger = REPO / claim.LARGER
     arms = claim.spectra_arms(larger if larger.is_dir() else None)
-    _, work = run_arms("ares_spectra", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
+    runs, work = run_arms("ares_spectra", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
     spectra = {
         arm: [read_spectra(work / f"{i}-{seed}" / "spectral.jsonl") for seed in seeds] for i, arm in enumerate(arms)
     }
@@ -26,4 +26,4 @@ def ares_spectra(seeds, steps, out, jobs):
         if part:
             plot_spectra(part, out / f"spectral_{model}.png")
     rows = list(claim.spectra_rows(spectra, mean_over, spread))
-    write_table("ares_spectra", claim.SPECTRA_HEAD, rows, seeds, steps, jobs, out, arms)
+    write_table("ares_spectra", claim.SPECTRA_HEAD, rows, runs, seeds, steps, jobs, out)

@@ -162,7 +162,7 @@ def async_(seeds, steps, out, jobs):
     more = list(effects(runs))
     if times.exists():
         more += at_equal_time(runs, json.loads(times.read_text()))
-    write_table("async", ["arm", *heads[0]], rows, seeds, steps, jobs, out, ARMS, more)
+    write_table("async", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, more)
 
 
 def async_time(seeds, steps, out, jobs):
@@ -187,13 +187,5 @@ def async_time(seeds, steps, out, jobs):
             ]
         )
     (out / "time.json").write_text(json.dumps(times, indent=2) + "\n")
-    write_table(
-        "async_time",
-        ["arm", "seconds of an update", "of the synchronous run's", "the trainer waits, share"],
-        rows,
-        seeds,
-        steps,
-        1,
-        out,
-        TIMES,
-    )
+    head = ["arm", "seconds of an update", "of the synchronous run's", "the trainer waits, share"]
+    write_table("async_time", head, rows, runs, seeds, steps, 1, out)

@@ -95,4 +95,4 @@ def dsv32(seeds, steps, out, jobs):
     runs, _ = run_arms("dsv32", DSV32_ARMS, seeds, steps, out, jobs, recipe="dsv32_stable", every=8)
     curves_by_group(runs, out)
     heads, rows = zip(*dsv32_rows(runs), strict=True)
-    write_table("dsv32", ["arm", *heads[0]], rows, seeds, steps, jobs, out, DSV32_ARMS, ["", *kl_gradients()])
+    write_table("dsv32", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, ["", *kl_gradients()])

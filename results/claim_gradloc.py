@@ -71,7 +71,7 @@ def grpo_tokenclip(seeds, steps, out, jobs):
     curves(runs, out / "curve.png")
     head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
             "tokens masked %", "sequences masked %", "minutes", "smallest gain"]  # fmt: skip
-    write_table("grpo_tokenclip", head, list(table_rows(runs)), seeds, steps, jobs, out, ARMS)
+    write_table("grpo_tokenclip", head, list(table_rows(runs)), runs, seeds, steps, jobs, out)
 
 
 def largest_spike(records):
@@ -118,5 +118,5 @@ def gradloc(seeds, steps, out, jobs):
     head = ["arm", "collapsed seeds", "collapse step", "largest spike (x median)", "seeds with a spike above 10x",
             "reward at the end", "held-out before %", "after %", "causes named by GradLoc", "largest certificate",
             "smallest correlation of two layers"]  # fmt: skip
-    write_table("gradloc", head, rows, seeds, steps, jobs, out, arms)
+    write_table("gradloc", head, rows, runs, seeds, steps, jobs, out)
     print(f"pages of the spikes: python gradloc.py view {work}")

@@ -137,7 +137,7 @@ def minirl_report(claim, arms, seeds, steps, out, jobs):
         for seed, (records, _) in by_seed.items()
     }
     more = list(minirl_pairs(after)) if claim == "minirl" else ()
-    write_table(claim, ["arm", *heads[0]], rows, seeds, steps, jobs, out, arms, more)
+    write_table(claim, ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, more)
 
 
 def minirl(seeds, steps, out, jobs):

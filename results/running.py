@@ -4,11 +4,14 @@ An arm is a name and the options of a recipe. Each run is a process that a fork 
 are imported once and not once a run; a recipe sees its command line as if it had been started by hand.
 """
 
+import hashlib
 import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[1]
+RESULTS = REPO / "results"
 sys.path.insert(0, str(REPO))
 from rlvr_report import read_metrics, smooth, to_json  # noqa: E402
 
@@ -44,15 +48,19 @@ def start_recipe(recipe, options, log):
 
 
 def run_arm(recipe, name, options, seed, folder):
-    """One training run -> its metrics records and wall-clock minutes."""
-    options = ["--output_dir", str(folder), "--rollout_dtype", "fp8", "--seed", str(seed), *options]
-    start, log = time.monotonic(), folder.parent / f"{folder.name}.log"
-    process = multiprocessing.get_context("forkserver").Process(target=start_recipe, args=(recipe, options, log))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{name}, seed {seed}: {recipe} ended with exit code {process.exitcode}, see {log}")
-    minutes = (time.monotonic() - start) / 60
+    """One training run -> its metrics records and wall-clock minutes. A run that `folder` holds already is read, not made again."""
+    done = folder / "minutes.json"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # half a run
+        options = ["--output_dir", str(folder), "--rollout_dtype", "fp8", "--seed", str(seed), *options]
+        start, log = time.monotonic(), folder.parent / f"{folder.name}.log"
+        process = multiprocessing.get_context("forkserver").Process(target=start_recipe, args=(recipe, options, log))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{name}, seed {seed}: {recipe} ended with exit code {process.exitcode}, see {log}")
+        done.write_text(json.dumps((time.monotonic() - start) / 60))
+    minutes = json.loads(done.read_text())
     print(f"seed {seed}: {name}: {minutes:.1f} minutes", flush=True)
     return read_metrics(folder / "metrics.jsonl"), minutes
 
@@ -60,13 +68,19 @@ def run_arm(recipe, name, options, seed, folder):
 def run_arms(claim, arms, seeds, steps, out, jobs, recipe="grpo_tokenclip", every=1):
     """Every arm with every seed -> {arm: {seed: (records, minutes)}} and the folder of the runs.
 
-    Writes metrics.jsonl, with the mean of each metric over `every` steps.
+    Writes metrics.jsonl, with the mean of each metric over `every` steps. After an interruption the runs that ended are
+    read from runs/reproduce/<claim>, as long as arms and code are those of the commit that made them.
     """
     out.mkdir(parents=True, exist_ok=True)
-    work = REPO / "runs" / "reproduce" / time.strftime(f"{claim}-%Y%m%d-%H%M%S")
-    work.mkdir(parents=True)
+    commit = subprocess.run(
+        ["git", "-C", str(REPO), "log", "-1", "--format=%h"], capture_output=True, text=True
+    ).stdout.strip()
+    limit = [] if steps is None else ["--max_steps", str(steps), "--eval_problems", "20", "--eval_samples", "1"]
+    arms = {arm: [*options, *limit] for arm, options in arms.items()}
+    key = hashlib.sha256(json.dumps([commit, arms]).encode()).hexdigest()[:8]
+    work = REPO / "runs" / "reproduce" / f"{claim}-{key}"
+    work.mkdir(parents=True, exist_ok=True)
     runs, waiting = {arm: {} for arm in arms}, {}
-    limit = ["--max_steps", str(steps)] if steps else []
     # read when the fork server starts: its children inherit threads and path
     os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // jobs))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -74,7 +88,7 @@ def run_arms(claim, arms, seeds, steps, out, jobs, recipe="grpo_tokenclip", ever
     with ThreadPoolExecutor(jobs) as pool:
         for seed in seeds:
             for i, (arm, options) in enumerate(arms.items()):
-                waiting[arm, seed] = pool.submit(run_arm, recipe, arm, [*options, *limit], seed, work / f"{i}-{seed}")
+                waiting[arm, seed] = pool.submit(run_arm, recipe, arm, options, seed, work / f"{i}-{seed}")
         for (arm, seed), future in waiting.items():
             runs[arm][seed] = future.result()
     with (out / "metrics.jsonl").open("w") as file:
@@ -164,7 +178,18 @@ def fill(path, lines):
     path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
 
 
-def write_table(claim, head, rows, seeds, steps, jobs, out, arms, more=()):
+def record(name, command, minutes, seeds):
+    """Writes down when and from what a piece of evidence was made."""
+    path = RESULTS / "made.json"
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    git = ["git", "-C", str(RESULTS), "log", "-1", "--format=%h %cs"]
+    commit, date = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split()
+    entries[name] = {"command": command, "minutes": round(minutes), "seeds": seeds, "commit": commit, "date": date}
+    path.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
+
+
+def write_table(claim, head, rows, runs, seeds, steps, jobs, out, more=()):
+    """The figures of a report; of a whole set of runs also when and from what it was made."""
     lines = [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -176,5 +201,8 @@ def write_table(claim, head, rows, seeds, steps, jobs, out, arms, more=()):
         out / "report.md",
         [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines, *more],
     )
+    if steps is None and len(seeds) >= 3:
+        minutes = sum(took for by_seed in runs.values() for _, took in by_seed.values()) / jobs
+        record(claim, command, minutes, f"{seeds[0]}-{seeds[-1]}")
     print("\n".join(lines))
-    print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(arms)}))
+    print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(runs)}))
