@@ -153,13 +153,14 @@ def make_model(args, tokenizer):
             "output_router_logits": True,  # in SFT only: the load-balancing loss keeps all experts in use
             "router_aux_loss_coef": 0.01,
         }
+    heads = max(4, args.hidden_size // 32)
     config = (Qwen3MoeConfig if moe else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,
         intermediate_size=args.hidden_size * 8 // 3,
         num_hidden_layers=args.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

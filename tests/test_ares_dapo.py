@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from test_distributed import FSDP2
+from trl import RLOOConfig, RLOOTrainer
 
 from ares import Ares, spectral_stats
 from ares_dapo import (
@@ -23,7 +24,19 @@ from ares_dapo import (
 from optimizers import make_optimizer
 from rlvr_common import group_advantages, refuse_unused
 from spectral_monitor import gradient_spectra, matrix_type, read_spectra
-from training import MODEL, REPO, equal, make_ours, options, quiet, tiny_rows, tokenizer, weights
+from training import (
+    MODEL,
+    REPO,
+    EngineRollout,
+    equal,
+    history,
+    make_ours,
+    options,
+    quiet,
+    tiny_rows,
+    tokenizer,
+    weights,
+)
 
 NAN = math.nan
 
@@ -138,6 +151,34 @@ def test_every_algorithm_trains_with_ares_and_the_advantages_it_says(tmp_path, a
     assert 1 <= record["ares/rank/mean"] <= 16 and record["ares/skipped"] == 0
 
 
+class StockRLOO(RLOOTrainer):
+    """TRL's, on the samples that our trainer draws: it has no rollout_func."""
+
+    rollout = None
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        self.rollout = self.rollout or EngineRollout()
+        return self.rollout.sample(prompt_ids, self).completion_ids
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"steps_per_generation": 2, "num_iterations": 2}], ids=["plain", "off_policy"]
+)
+def test_rloo_equals_trls_rloo_over_six_steps(tmp_path, changes):
+    """Set equal: TRL's default takes 0.05 of a KL estimate off the reward, and this recipe has no KL. The rest agrees by default."""
+    changes = {"learning_rate": 1e-4} | changes
+    ours = make(tmp_path / "a", algorithm="rloo", optim_method="adamw", **changes)
+    ours.train()
+    args = RLOOConfig(**options(tmp_path / "b", use_cpu=True, bf16=False, beta=0.0, **changes))
+    stock = quiet(StockRLOO(MODEL, digits, args, tiny_rows(64), processing_class=tokenizer()))
+    stock.train()
+    a, b = (torch.tensor(history(trainer, "loss", "grad_norm")) for trainer in (ours, stock))
+    assert len(a) == 6 and (b[:, 1] > 0.01).sum() >= 4
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for x, y in zip(weights(ours).values(), weights(stock).values(), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=0)
+
+
 def test_rloo_has_one_ratio_a_sequence(tmp_path):
     """Against the formula in a loop: -min(r A, clip(r) A) with r the product over the sequence, mean over sequences."""
     trainer = make(tmp_path, algorithm="rloo")
@@ -217,6 +258,22 @@ def test_resume_is_bit_for_bit(tmp_path, dynamic):
     assert whole._refilled == rest._refilled
     a, b = (read_spectra(tmp_path / name / "spectral.jsonl") for name in ("whole", "rest"))
     assert b and [record for record in a if record["step"] > 2] == b
+
+
+@pytest.mark.parametrize("step", ["literal", "projected"])
+def test_gradloc_looks_and_ares_steps_as_if_it_had_not(tmp_path, step):
+    """GradLoc moves weights and gradients on its way and puts them back; Ares must not see it. LayerClip and the global clip in between."""
+    options_ = {"ares_step": step, "max_steps": 3, "layer_clip": True, "max_grad_norm": 0.05}
+    plain = make(tmp_path / "plain", **options_)
+    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)
+    plain.train()
+    watched.train()
+    assert equal(weights(plain), weights(watched))
+    states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (plain, watched)]
+    for key, state in states[0].items():
+        assert all(torch.equal(value, states[1][key][name]) for name, value in state.items())
+    shares = [r["gradloc/certificate"] for r in watched.state.log_history if "gradloc/certificate" in r]
+    assert len(shares) == 3 and max(shares) < 0.05
 
 
 def test_sft_raises_the_likelihood_of_right_samples_of_the_first_weights(tmp_path):
