@@ -1,30 +1,39 @@
 """The guard: rules on planted and on recorded runs, and drills: what breaks, what is seen, what is restored."""
 
-import errno
 import http.server
 import json
 import math
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_trainer import StopAt
 from transformers import TrainerCallback
 
 import rlvr_common
 import stability
 import stability_control
-from grpo_tokenclip import GRPOTokenClipTrainer
+from guard_drills import (
+    DRILL,
+    QUIET,
+    DropUpdate,
+    Faulty,
+    corrupt_checkpoint,
+    events,
+    faulty,
+    full_disk,
+    killed_while_writing,
+    largest_file,
+    stale_weights,
+    wrong_step,
+)
 from rlvr_common import RLVRConfig, run
-from rlvr_launch import settle_output_dir
 from rlvr_report import read_metrics
 from stability import (
     MIN_HISTORY,
@@ -305,86 +314,16 @@ def test_the_disk_budget_is_checked_at_start(tmp_path, monkeypatch):
 
 # --- drills -----------------------------------------------------------------------------------------------------------
 
-BOUNDS = [
-    "grad_norm>50:critical",
-    "entropy<0.001:critical",
-    "reward<0.05:critical",
-    "guard/effective_batch<-1:warn:10",
-]
-DRILL = {
-    "guard": "rollback", "guard_k": 1, "guard_bounds": BOUNDS, "save_strategy": "steps", "save_steps": 2, "max_steps": 6,
-    "reward": length_reward, "max_completion_length": 8, "steps_per_generation": 2, "rollout_dtype": "fp8", "token_clip": "icepop",
-}  # fmt: skip
-QUIET = {k: v for k, v in DRILL.items() if not k.startswith("guard")}
-
-
-class Faulty(GRPOTokenClipTrainer):
-    """A trainer in which `fault` happens at optimizer step `at` (counted from 1), every time that step is made."""
-
-    fault, at = None, 5
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        now = self.state.global_step + 1 == self.at
-        return loss * {"nan": math.nan, "spike": 1e4}.get(self.fault, 1.0) if now else loss
-
-    def score(self, model, inputs):
-        batch = super().score(model, inputs)
-        if self.fault == "entropy" and self.state.global_step + 1 == self.at:
-            batch.entropies.zero_()
-        return batch
-
-    def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)
-        if self.fault == "reward" and self.state.global_step + 1 == self.at:
-            rewards = rewards * 0
-            self._rewards = self._rewards * 0
-            self._metrics["train"]["reward"].append(0.0)
-        return rewards
-
-
-class DropUpdate(TrainerCallback):
-    """What a rollback amounts to: the same run with one step's gradient left out."""
-
-    def __init__(self, trainer, steps):
-        self.trainer, self.steps = trainer, steps
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 in self.steps:
-            self.trainer.model.zero_grad(set_to_none=True)
-
-
-def faulty(folder, fault, at=5, **changes):
-    trainer = make_ours(folder, **changes)
-    trainer.__class__ = type("Faulty", (Faulty,), {"fault": fault, "at": at})
-    trainer.rollout_func = trainer._rollout
-    return trainer
-
-
-def events(folder, kind=None):
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if kind is None or line.get("kind") == kind]
-
 
 @pytest.mark.parametrize("fault", ["nan", "spike", "entropy", "reward"])
 def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_path, fault):
-    at = 5
-    guarded = faulty(tmp_path / "guarded", fault, at, **DRILL)
-    stability.train(guarded)
-    clean = faulty(tmp_path / "clean", fault, at, **QUIET)
-    clean.add_callback(DropUpdate(clean, {at}))
-    clean.train()
+    found = wrong_step(fault, tmp_path, from_start=True)
     (alarm,) = events(tmp_path / "guarded", "alarm")
-    assert alarm["step"] == at and alarm["level"] == "critical" and alarm["cause"] and alarm["action"]
+    assert alarm["step"] == 5 and alarm["level"] == "critical" and alarm["cause"] and alarm["action"]
     assert alarm["metric"] == {"nan": "grad_norm", "spike": "grad_norm"}.get(fault, fault)
-    (back,) = json.loads((tmp_path / "guarded/guard.json").read_text())["rollbacks"]
-    assert back["to"] in (2, 4) and back["skip"] == [at, at]
-    assert guarded.state.global_step == 6
-    assert equal(weights(guarded), weights(clean))
-    assert equal(guarded.optimizer.state_dict(), clean.optimizer.state_dict())
-    assert guarded.lr_scheduler.state_dict()["_last_lr"] == clean.lr_scheduler.state_dict()["_last_lr"]
-    skipped = events(tmp_path / "guarded", "skip")
-    assert [e["step"] for e in skipped] == [at]
+    assert found.after == 1 and found.to in (2, 4) and found.skipped == [5]
+    assert found.trainer.state.global_step == 6 and found.equal
+    assert [e["step"] for e in events(tmp_path / "guarded", "skip")] == [5]
 
 
 @pytest.mark.slow
@@ -461,23 +400,9 @@ def test_drill_a_fault_that_stays_ends_the_run_after_its_retries(tmp_path):
 
 
 def test_drill_corrupt_checkpoint_falls_back_to_the_one_before(tmp_path):
-    class Corrupt(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            path = tmp_path / "checkpoint-4" / "optimizer.pt"
-            if state.global_step == 6 and path.exists():
-                path.write_bytes(path.read_bytes()[:-100] + bytes(100))
-
-    trainer = faulty(tmp_path, "nan", 7, **DRILL | {"max_steps": 8})
-    trainer.add_callback(Corrupt())
-    stability.train(trainer)
-    (corrupt,) = events(tmp_path, "corrupt")
-    assert "checkpoint-4/optimizer.pt holds other bytes" in corrupt["text"]
-    (back,) = events(tmp_path, "rollback")
-    assert back["to"] == 2
-    clean = faulty(tmp_path / "clean", "nan", 7, **QUIET | {"max_steps": 8})
-    clean.add_callback(DropUpdate(clean, {7}))
-    clean.train()
-    assert equal(weights(trainer), weights(clean))
+    found = corrupt_checkpoint(tmp_path)
+    assert "checkpoint-4/optimizer.pt holds other bytes" in found.seen
+    assert found.to == 2 and found.skipped == [7] and found.equal
 
 
 def test_a_damaged_checkpoint_is_refused_at_resume(tmp_path):
@@ -489,28 +414,20 @@ def test_a_damaged_checkpoint_is_refused_at_resume(tmp_path):
         stability.train(make_ours(tmp_path, **DRILL), str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")],
-)
-def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path, monkeypatch, error):
-    real = torch.save
+@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["weights", "optimizer"])
+def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path, size):
+    """The writer of the weights fails, or torch's."""
+    found = full_disk(tmp_path, size=size)
+    assert "checkpoint-4 could not be written" in found.seen and found.after == 0  # before the faulty step
+    assert found.trainer.state.global_step == 6 and found.to == 2 and found.equal
+    assert [step_of(p) for p in on_disk(tmp_path / "guarded")] == [0, 2, 6]
+    assert faults(tmp_path / "guarded/checkpoint-2") == []
 
-    def full(state, path, *args, **kwargs):
-        if "checkpoint-4" in str(path) and "rollout_state" in str(path):
-            raise error
-        return real(state, path, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", full)
-    trainer = faulty(tmp_path, "nan", **DRILL)
-    stability.train(trainer)
-    assert trainer.state.global_step == 6
-    disk = events(tmp_path, "disk")
-    assert disk and all("checkpoint-4 could not be written" in e["text"] for e in disk)
-    assert [step_of(p) for p in on_disk(tmp_path)] == [0, 2, 6] and faults(tmp_path / "checkpoint-2") == []
-    assert events(tmp_path, "rollback")[0]["to"] == 2
-    with pytest.raises(type(error)):  # without a guard nothing catches it
-        faulty(tmp_path / "bare", None, **QUIET).train()
+def test_without_a_guard_a_full_disk_ends_the_run(tmp_path):
+    trainer = faulty(tmp_path, None, **QUIET)
+    with largest_file(100_000), pytest.raises(SafetensorError, match="File too large"):
+        trainer.train()
 
 
 def test_another_error_while_saving_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
@@ -521,62 +438,18 @@ def test_another_error_while_saving_is_not_taken_for_a_full_disk(tmp_path, monke
 
 
 def test_drill_stale_weights_are_seen_within_two_samplings(tmp_path):
-    trainer = make_ours(tmp_path, **DRILL | {"guard": "halt", "steps_per_generation": 1, "max_steps": 8})
-    push = trainer.engine.push_weights
-
-    def lost(model, version):
-        if version < 3:
-            return push(model, version)
-        trainer.engine.version = version  # believes that it has them
-
-    trainer.engine.push_weights = lost
-    with pytest.raises(GuardHalt, match="guard/stale"):
-        stability.train(trainer)
-    found = events(tmp_path, "alarm")
-    assert [(e["step"], e["level"]) for e in found] == [(4, "warn"), (5, "warn"), (5, "critical")][
-        :: 2 if len(found) == 2 else 1
-    ]
-    assert "do not reach the rollout engine" in found[-1]["cause"]
-
-
-KILLED = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-import stability
-from training import make_ours
-from test_stability import DRILL
-
-trainer = make_ours({folder!r}, **DRILL)
-save = trainer._save_optimizer_and_scheduler
-
-def killed(output_dir):
-    save(output_dir)
-    if trainer.state.global_step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-trainer._save_optimizer_and_scheduler = killed
-stability.train(trainer)
-"""
+    found = stale_weights(tmp_path)
+    alarms = events(tmp_path / "guarded", "alarm")
+    assert {(e["step"], e["level"]) for e in alarms} == {(4, "warn"), (5, "critical")}
+    assert "do not reach the rollout engine" in alarms[-1]["cause"]
+    assert found.after == 2 and found.skipped == [4, 5] and found.to == 2 and found.equal
 
 
 @pytest.mark.slow
 def test_drill_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
-    folder = tmp_path / "run"
-    paths = [str(REPO), str(REPO / "recipes"), str(REPO / "tests")]
-    code = KILLED.format(paths=paths, folder=str(folder))
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round by their number
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | threads, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert (folder / "checkpoint-4").is_dir() and faults(folder / "checkpoint-4") != []
-    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last")
-    settle_output_dir(args, explicit=True)
-    assert args.resume_from_checkpoint == str(folder / "checkpoint-2") and faults(folder / "checkpoint-2") == []
-    rest = make_ours(folder, **DRILL)
-    stability.train(rest, args.resume_from_checkpoint)
-    whole = make_ours(tmp_path / "whole", **DRILL)
-    stability.train(whole)
-    assert equal(weights(rest), weights(whole)) and faults(folder / "checkpoint-4") == []
-    assert rest.guard.watch.state_dict() == whole.guard.watch.state_dict()
+    found = killed_while_writing(tmp_path, from_start=True)
+    assert "checkpoint-4 has no guard_manifest.json" in found.seen
+    assert found.to == 2 and found.equal and faults(tmp_path / "guarded/checkpoint-4") == []
 
 
 @pytest.mark.slow
