@@ -551,6 +551,7 @@ class StabilityGuard(TrainerCallback):
         if self.mode == "rollback":  # the start is a state to go back to
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
+            trainer.optimizer.state.clear()  # FSDP2's writer makes a step of learning rate 0 to have something to write
             self.ledger["good"], self.ledger["waiting"] = [0], []
             self._save_ledger()
 

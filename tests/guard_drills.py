@@ -171,7 +171,7 @@ def corrupt_checkpoint(folder, at=7, from_start=False, **changes):
     guarded.add_callback(Corrupt())
     stability.train(guarded)
     (told,) = events(folder / "guarded", "corrupt")
-    return settle(folder, guarded, "nan", at, settings, from_start, told)
+    return settle(folder, guarded, "nan", at, settings, from_start, told | {"step": at})  # seen when it is needed
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def full_disk(folder, at=5, from_start=False, size=100_000, **changes):
     guarded._save_checkpoint = limited
     stability.train(guarded)
     told = events(folder / "guarded", "disk")[0]
-    return settle(folder, guarded, "nan", at, settings, from_start, told | {"step": told["step"] + 1})
+    return settle(folder, guarded, "nan", at, settings, from_start, told | {"step": at})  # seen by the write itself
 
 
 KILLED = """

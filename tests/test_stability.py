@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 import rlvr_common
 import stability
 import stability_control
+from grpo_tokenclip import GRPOTokenClipConfig
 from guard_drills import (
     DRILL,
     QUIET,
@@ -34,6 +35,7 @@ from guard_drills import (
     wrong_step,
 )
 from rlvr_common import RLVRConfig, run
+from rlvr_launch import parse_args
 from rlvr_report import read_metrics
 from stability import (
     MIN_HISTORY,
@@ -418,7 +420,7 @@ def test_a_damaged_checkpoint_is_refused_at_resume(tmp_path):
 def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path, size):
     """The writer of the weights fails, or torch's."""
     found = full_disk(tmp_path, size=size)
-    assert "checkpoint-4 could not be written" in found.seen and found.after == 0  # before the faulty step
+    assert "checkpoint-4 could not be written" in found.seen and found.after == 1
     assert found.trainer.state.global_step == 6 and found.to == 2 and found.equal
     assert [step_of(p) for p in on_disk(tmp_path / "guarded")] == [0, 2, 6]
     assert faults(tmp_path / "guarded/checkpoint-2") == []
@@ -660,7 +662,7 @@ def test_stages_that_make_no_sense_are_refused(text):
     if text == "small":
         assert parse_stages(text) == [("small", None)]
         return
-    with pytest.raises(ValueError, match="--stages"):
+    with pytest.raises(ValueError, match="--guard_stages"):
         parse_stages(text)
 
 
@@ -705,7 +707,7 @@ def test_staged_runs_use_part_of_the_batch_and_of_the_length(tmp_path):
         ({"guard_bounds": ["kl>1:warn"]}, "--guard_bounds .* is set, but guard is off"),
         ({"guard": "halt", "guard_on_rollback": ["beta=1"]}, "add --guard rollback"),
         ({"guard": "rollback", "guard_on_rollback": ["beta*2"]}, "is not name=value of a control"),
-        ({"guard": "warn", "guard_stages": "tiny:3"}, "--stages tiny:3"),
+        ({"guard": "warn", "guard_stages": "tiny:3"}, "--guard_stages tiny:3"),
         ({"guard": "warn", "guard_retries": -1}, "need at least"),
     ],
 )
@@ -714,6 +716,12 @@ def test_guard_options_are_checked(options, message, tmp_path):
         RLVRConfig(str(tmp_path), **options)
     with pytest.raises(ValueError, match="beta"):
         make_ours(tmp_path, guard="rollback", guard_on_rollback=["beta=0.1"])  # no reference model is loaded
+
+
+def test_stages_is_short_for_guard_stages(tmp_path):
+    argv = ["--output_dir", str(tmp_path / "run"), "--guard", "warn", "--stages", "small:20,medium:50,full"]
+    args, _ = parse_args(GRPOTokenClipConfig, "", argv)
+    assert args.guard_stages == "small:20,medium:50,full"
 
 
 def test_changes_after_a_rollback_are_read():
@@ -750,17 +758,51 @@ def test_acceptance_does_not_hold_a_rolled_back_step_against_the_run(tmp_path):
     assert "1 rollbacks" in lines["Numerical stability: no explosion, no run stopped by a spike"].measured
 
 
+def table(path):
+    """Rows of the first table of a Markdown file, as lists of cells."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def files_of(text):
+    """Files that a cell names, where they are: at the top, in recipes/ or in tests/."""
+    for name in re.findall(r"`([\w/]+\.(?:py|yaml|md))\b", text):
+        places = [REPO / name, REPO / "tests" / name]
+        assert any(place.exists() for place in places), name
+        yield next(place for place in places if place.exists())
+
+
 def test_the_checklist_names_files_and_tests_that_exist():
-    text = (REPO / "results" / "dsv32" / "checklist.md").read_text()
     known = {
-        name
+        path.name: re.findall(r"^def (test_\w+)", path.read_text(), re.M)
         for path in (REPO / "tests").glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
-    named = set(re.findall(r"test_\w+\b(?![.\w])", text))
-    assert len(named) > 30 and [n for n in named if not any(k.startswith(n.rstrip("_")) for k in known)] == []
-    for path in re.findall(r"(?:recipes|results|benchmarks)/[\w/]+\.(?:py|yaml)|\btest_\w+\.py", text):
-        assert (REPO / path).exists() or (REPO / "tests" / path).exists(), path
+    rows, named = table(REPO / "results" / "dsv32" / "checklist.md"), 0
+    for section, line, where, tests in rows:
+        if where.startswith("operator"):
+            assert tests == "-", line
+            continue
+        text = "".join(path.read_text() for path in files_of(where))
+        for symbol in re.findall(r"`[\w/]+\.py` ((?:\w+(?:, )?)+)", where):  # what of the file is meant
+            missing = [word for word in symbol.split(", ") if not re.search(rf"\b{word}\b", text)]
+            assert missing == [], (line, missing)
+        found = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?(\*|\[[\w-]+\])?`", tests)
+        assert found, f"{section} {line}: no test"
+        file = None
+        for name, test, rest in found:
+            file = name or file
+            assert file in known, (line, file)
+            if test:
+                assert any(t.startswith(test) if rest == "*" else t == test for t in known[file]), (line, test)
+            named += 1
+    assert len(rows) > 50 and named > 50
+
+
+def test_the_checklist_and_the_acceptance_table_have_the_same_sections(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "grad_norm": 1.0}\n')
+    sections = [row[0] for row in table(REPO / "results" / "dsv32" / "checklist.md") if row[0]]
+    mine = dict.fromkeys(line.section.split(",")[0] for line in checklist(tmp_path))
+    assert [s for s in sections if s != "Troubleshooting"] == list(mine)  # those are printed with each alarm
 
 
 def test_a_guard_refuses_what_it_cannot_do(tmp_path):
