@@ -40,6 +40,7 @@ from trl.trainer.utils import RepeatSampler
 import stability
 from ares import Ares
 from gradloc import GradLoc
+from gradloc_methods import replayed_rng, rng_state
 from gradloc_trainer import Attachment
 from optimizers import OPTIMIZERS, check_options, make_optimizer
 from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
@@ -228,22 +229,38 @@ def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
 def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_keep_ratio=0.0):
     """DeepSeek-V3.2 eq. 9: drop a sequence when A < 0 and mean_t log(mu/pi_theta) > delta. -> (N, 1) keep, detached.
 
-    min_keep_ratio (deployment guide): at least ceil(min_keep_ratio * N) sequences stay; the least divergent of the
-    dropped ones come back first. Multiply the policy term only; denominators and KL stay untouched.
+    min_keep_ratio (deployment guide): of the sequences that have tokens at least this share stays, rounded up; the least
+    divergent of the dropped ones come back first. It acts on the N sequences given. For one floor over an optimizer step that
+    is split, see `sequence_divergence` and `keep_least_divergent`, of which this is the composition.
+    Multiply the policy term only; denominators and KL stay untouched.
     Raises ValueError for min_keep_ratio outside [0, 1] or per-token advantages (eq. 9 is per sequence).
+    """
+    divergence = sequence_divergence(logps, rollout_logps, mask)
+    return keep_least_divergent(divergence, advantages, mask.any(1, keepdim=True), delta, min_keep_ratio)
+
+
+def sequence_divergence(logps, rollout_logps, mask):
+    """What eq. 9 compares with delta: mean_t log(mu/pi_theta), (N, T) -> (N, 1), detached; 0 for a sequence without tokens."""
+    return masked_mean(_float(rollout_logps).detach() - _float(logps).detach(), mask)
+
+
+def keep_least_divergent(divergence, advantages, counted, delta, min_keep_ratio=0.0):
+    """Eq. 9 on divergences: divergence, advantages, counted (N, 1), counted False for a sequence without tokens -> (N, 1) keep.
+
+    Give it all N sequences of an optimizer step, over micro-batches and processes, and min_keep_ratio is a share of the step.
+    A NaN divergence gives NaN, which counts as kept. Raises as `off_policy_sequence_mask`.
     """
     if not 0 <= min_keep_ratio <= 1:
         raise ValueError(f"min_keep_ratio={min_keep_ratio} is not a share: use a value in [0, 1]")
     if _column(advantages).shape[1] != 1:
         raise ValueError(f"advantages of shape {tuple(advantages.shape)}: eq. 9 needs one a sequence, (N,) or (N, 1)")
-    with torch.no_grad():
-        divergence = masked_mean(_float(rollout_logps) - _float(logps), mask)
-        keep = ~((_column(advantages) < 0) & (divergence > delta))
-        missing = math.ceil(min_keep_ratio * len(keep)) - int(keep.sum())
-        if missing > 0:
-            dropped = (~keep).squeeze(1).nonzero().squeeze(1)
-            keep[dropped[divergence[dropped, 0].argsort(stable=True)[:missing]]] = True
-        return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
+    keep = ~((_column(advantages) < 0) & (divergence > delta))
+    floor = math.ceil(min_keep_ratio * int(counted.sum()) - 1e-9)  # 0.07 * 100 is a little above 7
+    missing = floor - int((keep & counted).sum())
+    if missing > 0:
+        dropped = (~keep).squeeze(1).nonzero().squeeze(1)
+        keep[dropped[divergence[dropped, 0].argsort(stable=True)[:missing]]] = True
+    return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
 
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_sum")
@@ -457,7 +474,8 @@ class RLVRConfig(GRPOConfig):
     guard_stages: str | None = field(
         default=None,
         metadata={
-            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
+            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm",
+            "aliases": ["--stages"],
         },
     )
     # optimizer
@@ -685,7 +703,7 @@ class RLVRTrainer(GRPOTrainer):
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
         self._shares = defaultdict(list)  # and those that are quotients of two counts
         self._broken = set()  # metrics that were NaN since the last log
-        self._counts = {}
+        self._counts, self.step_inputs = {}, []  # of the current optimizer step; its micro-batches on this process
         self._sampled_with = None  # weight fingerprint of the last sampling
         self._warned_of_truncation = False
         self._unchanged = 0  # samplings in a row with the same weights
@@ -989,6 +1007,7 @@ class RLVRTrainer(GRPOTrainer):
             start = self._step % self.args.steps_per_generation
             window = self._buffered_inputs[start : start + accumulation]
         if window is not None:  # fixed before any clip or rejection, over all micro-batches and ranks
+            self.step_inputs = window
             tokens = sum(self._loss_mask(x).sum() for x in window)
             sequences = sum(len(x["advantages"]) for x in window)
             counts = torch.stack([tokens.float(), torch.full_like(tokens, sequences, dtype=torch.float)])
@@ -1039,6 +1058,26 @@ class RLVRTrainer(GRPOTrainer):
         rollout_logps = clean(inputs["sampling_per_token_logps"])
         return Scored(logps, old, rollout_logps, ref, clean(entropies), mask, inputs["advantages"].unsqueeze(1))
 
+    def step_divergences(self, model, batch):
+        """Divergence, advantage and "has tokens" of every sequence of this optimizer step under the current weights.
+
+        batch: the first micro-batch as scored for its loss -> (M, N, 3) float32, M = micro-batches x processes, the row
+        `process_index * micro-batches + i` for this process's micro-batch i. All processes call it, before the first backward of
+        the step. With several micro-batches it costs one forward pass over each without a gradient (15 % of a step of the tiny MoE,
+        sampling included); with one, nothing but the gather.
+        """
+        scored = [batch]
+        if len(self.step_inputs) > 1:
+            used = self._used_routes
+            with torch.no_grad(), replayed_rng(rng_state()):
+                scored = [self.score(model, inputs) for inputs in self.step_inputs]
+            self._used_routes = used  # GradLoc replays those of the pass that has a gradient
+        rows = []
+        for b in scored:
+            divergence = sequence_divergence(b.logps, b.rollout_logps, b.mask)
+            rows.append(torch.cat([divergence, b.advantages, b.mask.any(1, keepdim=True)], 1))
+        return self.accelerator.gather(torch.stack(rows).float())
+
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
@@ -1050,7 +1089,8 @@ class RLVRTrainer(GRPOTrainer):
         """
         run = self._logps_over_support
         old_pass, self._scoring_old = self._scoring_old and not torch.is_grad_enabled(), False
-        if self.routing is None or not (old_pass or torch.is_grad_enabled()):
+        measured = self._routes is not None and self.model.training  # `step_divergences`: as the loss will see it
+        if self.routing is None or not (old_pass or measured or torch.is_grad_enabled()):
             return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         support, self._support = self._support, None
         routes = self._routes
@@ -1065,7 +1105,7 @@ class RLVRTrainer(GRPOTrainer):
             with replay, record_routing(model, native=True) as recorder:
                 outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
             native.append(recorder.routes)
-            if routes is not None and not old_pass:
+            if routes is not None and torch.is_grad_enabled():
                 self.track("routing/replayed_rows", torch.tensor([float(replay.replayed)]))
         self._support = support
         self._native_routes = self._used_routes = torch.cat(native)
@@ -1344,6 +1384,8 @@ class RLVRTrainer(GRPOTrainer):
                     "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state.global_step == 0:  # the start, which a guard saved: no update has been made
+            self.optimizer.state.clear()
         device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
         try:
             state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)

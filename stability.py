@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -551,6 +551,7 @@ class StabilityGuard(TrainerCallback):
         if self.mode == "rollback":  # the start is a state to go back to
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
+            trainer.optimizer.state.clear()  # FSDP2's writer makes a step of learning rate 0 to have something to write
             self.ledger["good"], self.ledger["waiting"] = [0], []
             self._save_ledger()
 
@@ -681,11 +682,13 @@ class StabilityGuard(TrainerCallback):
         self._seen[name] = past, len(past)
 
     def _same_on_all(self, events):
+        """Every process's events, each once: what one of them alone sees (old weights in its engine) is everybody's."""
         if self.trainer.accelerator.num_processes == 1:
             return events
-        box = [events]
-        broadcast_object_list(box)
-        return box[0]
+        merged = {}
+        for event in (event for found in gather_object([events]) for event in found):
+            merged.setdefault((event["rule"], event["metric"]), event)
+        return list(merged.values())
 
     def _act(self, step, events, before_update=False):
         level = max((LEVELS.index(event["level"]) for event in events), default=0)
@@ -863,7 +866,10 @@ def save_failed(guard, error):
         return False
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
-    return any(word in str(error) for word in ("No space left", "failed writing", "unexpected pos", "write error"))
+    return any(
+        word in str(error)
+        for word in ("No space left", "File too large", "quota", "failed writing", "unexpected pos", "write error")
+    )
 
 
 def train(trainer, checkpoint=None):

@@ -45,6 +45,7 @@ from rlvr_common import (  # noqa: E402
     RLVRTrainer,
     aggregate,
     k3,
+    keep_least_divergent,
     load_rows,
     make_verifier,
     masked_mean,
@@ -73,7 +74,9 @@ class SequenceMasking:
     divergence_threshold: float = (
         0.1  # paper: not stated; ours: inside the 0.05 to 0.2 that public runs found reasonable
     )
-    min_keep_ratio: float = 0.0  # guide: not stated; ours: off. Of each micro-batch, so above 0 the split matters
+    # guide: not stated; ours: off. A share of the optimizer step, whatever its split into micro-batches and processes; above 0
+    # a step of several micro-batches is scored once more, without a gradient: 15 % of a step of the tiny MoE
+    min_keep_ratio: float = 0.0
 
 
 @dataclass
@@ -145,7 +148,10 @@ class DSV32Config(RLVRConfig):
     )
     rl_stability: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "the block of switches: YAML mapping; single keys as --rl_stability.part.name value"},
+        metadata={
+            "help": "the block of switches: YAML mapping; single keys as --rl_stability.part.name value. min_keep_ratio above 0 costs "
+            "a step of several micro-batches one more forward pass over them"
+        },
     )
 
     def __post_init__(self):
@@ -191,9 +197,10 @@ class DSV32Trainer(RLVRTrainer):
         self.track("ppo_clip/frac", ((advantages > 0) & above | (advantages < 0) & below).float(), mask)
         masking = block.sequence_masking
         if masking.enabled:
-            keep = off_policy_sequence_mask(
-                logps, mu, advantages, mask, masking.divergence_threshold, masking.min_keep_ratio
-            )  # (N, 1), detached
+            if masking.min_keep_ratio > 0:
+                keep = self.keep_of_step(model, inputs, batch)  # (N, 1), detached
+            else:
+                keep = off_policy_sequence_mask(logps, mu, advantages, mask, masking.divergence_threshold)
             loss = keep * loss  # the policy term only: KL and denominators stay
             some = mask.any(1, keepdim=True)
             self.track("off_policy_mask/masked_frac", 1 - keep, some)
@@ -211,6 +218,21 @@ class DSV32Trainer(RLVRTrainer):
         self.flush()  # reduced once per optimizer step, over micro-batches and processes
         # the denominator counts the whole optimizer step on all processes, before any mask
         return aggregate(loss, mask, args.aggregation, self.normalizer(args.aggregation))
+
+    def keep_of_step(self, model, inputs, batch):
+        """Eq. 9 with a floor: which sequences stay is settled once an optimizer step, over all that it trains on. -> (N, 1)"""
+        if self._kept_for is not self.step_inputs:  # its first micro-batch: the weights are those of the whole step
+            masking = self.args.block.sequence_masking
+            rows = self.step_divergences(model, batch)  # (M, N, 3)
+            divergence, advantages, counted = rows.reshape(-1, 3, 1).unbind(1)
+            keep = keep_least_divergent(
+                divergence, advantages, counted.bool(), masking.divergence_threshold, masking.min_keep_ratio
+            )
+            self._kept_for, self._keep = self.step_inputs, keep.view(*rows.shape[:2], 1)
+        place = next(i for i, x in enumerate(self.step_inputs) if x is inputs)
+        return self._keep[self.accelerator.process_index * len(self.step_inputs) + place]
+
+    _kept_for = None  # the step that _keep is of
 
     def kl_strength(self):
         """beta of this step: the schedule's or --beta's, as changed by control.yaml."""
