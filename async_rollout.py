@@ -28,7 +28,7 @@ from matplotlib.patches import Patch
 from transformers import TrainerCallback
 
 from engine_process import ON_PUSH, EngineProcess
-from rlvr_common import RLVRConfig, RLVRTrainer
+from rlvr_common import RLVRConfig, RLVRTrainer, truncates
 from rollout import Rollout, Weights
 
 TAKE = ("in_order", "as_finished")
@@ -156,6 +156,11 @@ class Buffer:
             return self._finished[:count]
         first = self._asked[:count]
         return first if all(group.rollout is not None for group in first) else []
+
+    def clear(self) -> None:
+        """Nothing was asked for."""
+        with self._changed:
+            self._asked, self._finished = [], []
 
     def drained(self) -> list[Group]:
         """Waits until everything that was asked for has finished -> all groups, in the order in which they leave."""
@@ -324,10 +329,17 @@ class AsyncEngine:
 
     def generate(self, prompt_ids: list[list[int]], max_new_tokens: int, **options: Any) -> Rollout:
         """As the engine's, after everything that was asked for before. Waits."""
+        return self._wait_for(lambda: self.engine.generate(prompt_ids, max_new_tokens, **options))
+
+    def describe(self) -> dict[str, Any]:
+        """As the engine's, after everything that was asked for before. Waits."""
+        return self._wait_for(self.engine.describe)
+
+    def _wait_for(self, work: Callable[[], Any]) -> Any:
         done, answer = threading.Event(), []
 
         def job():
-            answer.append(self.engine.generate(prompt_ids, max_new_tokens, **options))
+            answer.append(work())
             done.set()
 
         self._put(job)
@@ -356,6 +368,16 @@ class AsyncEngine:
             self.buffer.finish(groups)
 
         self._put(job)
+
+    def discard(self) -> None:
+        """Takes back what was asked for and not taken yet; waits for the generations under way, which nobody will see."""
+        with self._changed:
+            # Pushes stay: with a server, other processes wait for the version that this one promised.
+            self._jobs = deque(job for job in self._jobs if job[0])
+            while self._error is None and (self._jobs or self._running):
+                self._changed.wait()
+        self._raise()
+        self.buffer.clear()
 
     def forget(self, before: int) -> None:
         """Versions that no group can have any more."""
@@ -537,11 +559,6 @@ class AsyncConfig(RLVRConfig):
             raise ValueError(
                 f"--rollout_workers {self.rollout_workers} needs --take as_finished: in order, one sampling is made after the other"
             )
-        if self.keep_sampling_mask or self.guard != "off":
-            raise ValueError(
-                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: rollouts ahead of time carry no sampling masks, "
-                "and a rollback would have to take back what is sampled ahead; neither works here yet, use minirl_sync.py"
-            )
         super().__post_init__()
         if self.use_vllm:
             raise ValueError("--use_vllm is TRL's synchronous way to vLLM: use --engine vllm")
@@ -572,7 +589,6 @@ class AsyncTrainer(RLVRTrainer):
         self.timeline = Timeline()
         super().__init__(*args, **kwargs)
         self._mark = time.monotonic()  # where the trainer's last span ended
-        self._sampled_version = None  # of the last sampling that was used
         self._taken: list[Group] | None = None  # the groups of this sampling, while they become a batch
         self._since = self._mark  # where the last sampling was complete
         args, accelerator = self.args, self.accelerator
@@ -613,6 +629,7 @@ class AsyncTrainer(RLVRTrainer):
                 seed=args.seed,
                 device=args.rollout_device or self.accelerator.device,
                 record_routes=self.routing is not None,
+                record_support=truncates(args),
                 threads=threads,
                 on_push=args.on_push,
             )
@@ -687,11 +704,10 @@ class AsyncTrainer(RLVRTrainer):
         if self._taken is None:
             return super()._rollout(prompts, trainer)
         oldest = min(self._taken, key=lambda group: group.version)
-        if self._sampled_version not in (None, oldest.version):
-            self._compare_weights(oldest.fingerprint)
-        self._sampled_version, self._sampled_with = oldest.version, oldest.fingerprint
+        self._compare_weights(oldest.version, oldest.fingerprint)
         rollout = join(self._taken)
         self._sampled_routes = rollout.routes
+        self._take_support(rollout)
         return {
             "prompt_ids": rollout.prompt_ids,
             "completion_ids": rollout.completion_ids,
@@ -708,12 +724,19 @@ class AsyncTrainer(RLVRTrainer):
 
     # resume -----------------------------------------------------------------------------------------------------------
 
+    def settle(self):
+        self.engine.buffer.drained()
+
     def recipe_state(self):
-        return self.ahead.state_dict() | {"sampled_version": self._sampled_version}
+        return self.ahead.state_dict()
 
     def load_recipe_state(self, state):
-        self._sampled_version = state.pop("sampled_version")
         self.ahead.load_state_dict(state)
+
+    def forget(self):
+        """Also takes back what was asked for since the checkpoint: it was sampled by weights that never were."""
+        super().forget()
+        self.engine.discard()
 
     def closing_rows(self):
         path = Path(self.args.output_dir) / "timeline.png"
