@@ -444,9 +444,11 @@ class Ahead:
     """Asks for groups ahead of their use and takes them within the bound: the schedule of one rank.
 
     draw           i -> the i-th group of this rank's data order, not sampled yet
-    per_sampling   groups of one sampling
+    per_sampling   groups of one sampling in the data order
     ahead          samplings that are asked for before the one in turn is used, A
     max_staleness  S; what is older is sampled again where `recycle`, else dropped, and counted in `stale`
+    stage          -> (groups, max_new_tokens) of a sampling that is asked for now; it is used as it was asked for. The groups of
+                   the data order beyond it are left out. None: all of them, at full length
     sampling       max_new_tokens and the other arguments of `generate`
     """
 
@@ -460,9 +462,12 @@ class Ahead:
         recycle: bool = True,
         rank: int = 0,
         world: int = 1,
+        stage: Callable[[], tuple[int, int]] | None = None,
         **sampling: Any,
     ):
         self.engine, self.draw, self.sampling = engine, draw, sampling
+        self.stage = stage or (lambda: (per_sampling, sampling["max_new_tokens"]))
+        self.due: deque[int] = deque()  # groups of each sampling that was asked for and not taken whole
         self.per_sampling, self.ahead, self.max_staleness, self.recycle = per_sampling, ahead, max_staleness, recycle
         self.rank, self.world = rank, world
         self.cursor = self.recycled = self.stale = 0
@@ -470,11 +475,19 @@ class Ahead:
 
     def ask(self, taken: int = 0) -> None:
         """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""
-        wanted = (self.ahead + 1) * self.per_sampling - taken
+        self._sample(sum(self.due) - taken - len(self.engine.buffer))  # in place of stale ones
+        while len(self.due) <= self.ahead:
+            size, _ = self.stage()
+            self.due.append(size)
+            self._sample(size)
+            self.cursor += self.per_sampling - size
+
+    def _sample(self, count: int) -> None:
         # In order a sampling is one call, as the synchronous recipe makes it; else each group may finish by itself.
         at_once = self.per_sampling if self.engine.buffer.take_as == "in_order" else 1
-        while (missing := wanted - len(self.engine.buffer)) > 0:
-            self.engine.ask([self._next() for _ in range(min(missing, at_once))], **self.sampling)
+        options = self.sampling | {"max_new_tokens": self.stage()[1]}
+        for start in range(0, count, at_once):
+            self.engine.ask([self._next() for _ in range(min(count - start, at_once))], **options)
 
     def _next(self) -> Group:
         if not self.again:
@@ -489,13 +502,14 @@ class Ahead:
     def take(self, now: int) -> list[Group]:
         """Waits for the groups of one sampling, used by weights of version `now`; replaces those that are stale."""
         taken: list[Group] = []
-        while len(taken) < self.per_sampling:
-            fresh, old = self.engine.buffer.take(self.per_sampling - len(taken), now, self.max_staleness)
+        while len(taken) < self.due[0]:
+            fresh, old = self.engine.buffer.take(self.due[0] - len(taken), now, self.max_staleness)
             taken += fresh
             self.stale += len(old)
             if self.recycle:
                 self.again += old
             self.ask(len(taken))
+        self.due.popleft()
         self.engine.forget(before=now - self.max_staleness - 1)
         return taken
 
@@ -504,6 +518,7 @@ class Ahead:
         return {
             "groups": [group.state_dict() for group in self.engine.buffer.drained()],
             "again": [group.state_dict() for group in self.again],
+            "due": list(self.due),
             "cursor": self.cursor,
             "recycled": self.recycled,
             "stale": self.stale,
@@ -514,6 +529,7 @@ class Ahead:
         self.engine.buffer.ask(groups)
         self.engine.buffer.finish(groups)
         self.again = deque(Group.from_state(group) for group in state["again"])
+        self.due = deque(state["due"])
         self.cursor, self.recycled, self.stale = state["cursor"], state["recycled"], state["stale"]
 
 
@@ -601,6 +617,7 @@ class AsyncTrainer(RLVRTrainer):
             args.stale_groups == "recycle",
             accelerator.process_index,
             accelerator.num_processes,
+            self._stage,
             max_new_tokens=self.max_completion_length,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -645,6 +662,14 @@ class AsyncTrainer(RLVRTrainer):
     def _groups_per_sampling(self):
         return self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
 
+    def _stage(self):
+        """Groups and tokens of a sampling that is asked for now."""
+        sequences = range(self._groups_per_sampling * self.num_generations)
+        return len(super()._staged(sequences)) // self.num_generations, self._completion_limit()
+
+    def _staged(self, rows):
+        return rows  # as they were asked for
+
     def _draw(self, cursor):
         """The cursor-th group of this rank in the data order of all ranks."""
         size, rank, world = self.num_generations, self.accelerator.process_index, self.accelerator.num_processes
@@ -682,7 +707,7 @@ class AsyncTrainer(RLVRTrainer):
         self._taken = self._take()
         taken = self.timeline.add("waiting", asked)
         rows = [dict(group.row) for group in self._taken for _ in group.sequence_ids]
-        if self.args.take == "in_order" and not self.ahead.stale and rows != inputs:
+        if self.args.take == "in_order" and not self.ahead.stale and rows != inputs[: len(rows)]:
             raise RuntimeError("the rows sampled ahead are not those of the data order: the sampler has changed")
         output = super()._generate_and_score_completions(rows)
         rollout, self._taken = join(self._taken), None

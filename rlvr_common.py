@@ -819,13 +819,14 @@ class RLVRTrainer(GRPOTrainer):
         self.sync_engine()
         self._compare_weights(self.state.global_step, self.engine.fingerprint)
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
-        self._sequences_sampled += self.accelerator.num_processes * len(prompts)
+        staged = self.guard is not None and self.guard.share < 1 and self.model.training
+        # what a stage leaves out of a sampling keeps its numbers
+        width = self.args.per_device_train_batch_size * self.args.steps_per_generation if staged else len(prompts)
+        first = self._sequences_sampled + self.accelerator.process_index * width
+        self._sequences_sampled += self.accelerator.num_processes * width
         rollout = self.engine.generate(
             prompt_ids,
-            self.max_completion_length
-            if self.guard is None
-            else math.ceil(self.guard.share * self.max_completion_length),
+            self._completion_limit(),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -857,6 +858,17 @@ class RLVRTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
+    def _staged(self, rows):
+        """The part of this process's sampling that the guard's stage uses: all of it without stages."""
+        if self.guard is None or self.guard.share == 1:
+            return rows
+        return narrowed(rows, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
+
+    def _completion_limit(self):
+        """Tokens of a completion at most, at the guard's stage."""
+        share = 1.0 if self.guard is None else self.guard.share
+        return math.ceil(share * self.max_completion_length)
+
     def _take_support(self, rollout):
         """Check and keep what the filters left over; say once what training without it costs."""
         mean = None
@@ -873,16 +885,14 @@ class RLVRTrainer(GRPOTrainer):
             self._support, self._kept_mass = rollout.support, rollout.kept_mass
         elif truncates(self.args) and not self._warned_of_truncation:
             self._warned_of_truncation = True
-            keeps, cost = "drops part", "below 1, the mass that was kept (the server does not tell it),"
+            keeps, cost = "drops part", "below 1, the mass that was kept, which the server does not tell"
             if mean is not None:
                 length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
-                keeps = f"keeps {mean:.3f}"
-                cost = (
-                    f"of {mean:.3f} instead of 1 at every token, {mean**length:.2g} over a completion of {length:.0f} tokens,"
-                )
+                keeps, cost = f"keeps {mean:.3f}", f"of {mean:.3f} instead of 1 at every token"
+                cost += f", {mean**length:.2g} over a completion of {length:.0f} tokens"
             warnings.warn(
                 f"sampling {keeps} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
-                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu {cost} from "
+                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu {cost}, from "
                 "equal weights; add --keep_sampling_mask",
                 stacklevel=2,
             )
@@ -898,8 +908,8 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
-        if self.guard is not None and self.guard.share < 1 and self.model.training:
-            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
+        if self.model.training:
+            inputs = self._staged(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)

@@ -544,8 +544,8 @@ class StabilityGuard(TrainerCallback):
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
             self.ledger = json.loads((self.folder / LEDGER).read_text())
         self.first_bad = self.grad_norm = None
-        store = trainer._metrics["train"]  # of a resumed run, or after a rollback: what was judged before the checkpoint
-        self._seen = {name: (past, len(past)) for name, past in store.items()}
+        # a checkpoint brings metrics along that were judged before it
+        self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")

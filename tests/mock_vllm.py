@@ -67,7 +67,14 @@ class MockVLLM:
     """
 
     def __init__(
-        self, folder, seed=0, routes=False, masks=False, keeps_linear=False, logprobs_mode="processed_logprobs", **settings
+        self,
+        folder,
+        seed=0,
+        routes=False,
+        masks=False,
+        keeps_linear=False,
+        logprobs_mode="processed_logprobs",
+        **settings,
     ):
         self.folder, self.keeps_linear, self.routes, self.masks = str(folder), keeps_linear, routes, masks
         self.settings = {
