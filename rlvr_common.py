@@ -605,10 +605,10 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 "--keep_sampling_mask: nothing is truncated, there is no mask to keep; set --top_p, --top_k or --min_p, or drop it"
             )
-        if self.engine == "vllm" and (self.keep_sampling_mask or self.guard != "off"):
+        if self.engine == "vllm" and self.keep_sampling_mask and not self.top_k > 0:
             raise ValueError(
-                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: with --engine vllm neither is tested; use the "
-                "built-in engine for them"
+                f"--keep_sampling_mask with --engine vllm and --top_k {self.top_k}: vLLM records sampling masks of requests with a "
+                "bounded top_k only; add one, for example --top_k 100"
             )
         check_options(self)
         pick_device_and_precision(self)
@@ -704,7 +704,8 @@ class RLVRTrainer(GRPOTrainer):
         self._shares = defaultdict(list)  # and those that are quotients of two counts
         self._broken = set()  # metrics that were NaN since the last log
         self._counts, self.step_inputs = {}, []  # of the current optimizer step; its micro-batches on this process
-        self._sampled_with = None  # weight fingerprint of the last sampling
+        self._sampled_with = self._sampled_version = None  # weights of the last sampling: fingerprint and version
+        self.compared_versions = None  # of the two samplings that rollout/weights_changed compared last
         self._warned_of_truncation = False
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
@@ -757,6 +758,7 @@ class RLVRTrainer(GRPOTrainer):
             seed=args.seed,
             concurrency=args.vllm_concurrency,
             needs_routes=args.routing_replay == "r3",
+            needs_support=args.keep_sampling_mask,
             on_push=on_push,
             pushes=self.accelerator.is_main_process,
             timeout_s=args.vllm_timeout_s,
@@ -865,17 +867,16 @@ class RLVRTrainer(GRPOTrainer):
     def _rollout(self, prompts, trainer):
         """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
         self.sync_engine()
-        if self.state.global_step:
-            self._compare_weights(self.engine.fingerprint)
-        self._sampled_with = self.engine.fingerprint
+        self._compare_weights(self.state.global_step, self.engine.fingerprint)
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
-        self._sequences_sampled += self.accelerator.num_processes * len(prompts)
+        staged = self.guard is not None and self.guard.share < 1 and self.model.training
+        # what a stage leaves out of a sampling keeps its numbers
+        width = self.args.per_device_train_batch_size * self.args.steps_per_generation if staged else len(prompts)
+        first = self._sequences_sampled + self.accelerator.process_index * width
+        self._sequences_sampled += self.accelerator.num_processes * width
         rollout = self.engine.generate(
             prompt_ids,
-            self.max_completion_length
-            if self.guard is None
-            else math.ceil(self.guard.share * self.max_completion_length),
+            self._completion_limit(),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -891,9 +892,13 @@ class RLVRTrainer(GRPOTrainer):
             "logprobs": rollout.rollout_logps,
         }
 
-    def _compare_weights(self, fingerprint):
-        """Do these weights differ from those of the sampling before this one, whatever was pushed in between?"""
-        changed = fingerprint != self._sampled_with
+    def _compare_weights(self, version, fingerprint):
+        """Do the weights of this sampling differ from those of the one before, if that had another version?"""
+        before, self._sampled_version = self._sampled_version, version
+        changed, self._sampled_with = fingerprint != self._sampled_with, fingerprint
+        if before in (None, version):
+            return
+        self.compared_versions = before, version
         self._metrics["train"]["rollout/weights_changed"].append(float(changed))
         self._unchanged = 0 if changed else self._unchanged + 1
         if self._unchanged == 5:
@@ -903,27 +908,42 @@ class RLVRTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
+    def _staged(self, rows):
+        """The part of this process's sampling that the guard's stage uses: all of it without stages."""
+        if self.guard is None or self.guard.share == 1:
+            return rows
+        return narrowed(rows, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
+
+    def _completion_limit(self):
+        """Tokens of a completion at most, at the guard's stage."""
+        share = 1.0 if self.guard is None else self.guard.share
+        return math.ceil(share * self.max_completion_length)
+
     def _take_support(self, rollout):
         """Check and keep what the filters left over; say once what training without it costs."""
-        if rollout.support is None:
-            return
-        kept = [mass for row in rollout.kept_mass for mass in row]
-        total = self.accelerator.reduce(
-            torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
-        )
-        mean = (total[0] / total[1]).item()
-        self._metrics["train"]["support/rollout_kept_mass"].append(mean)
+        mean = None
+        if rollout.kept_mass is not None:
+            kept = [mass for row in rollout.kept_mass for mass in row]
+            total = self.accelerator.reduce(
+                torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
+            )
+            mean = (total[0] / total[1]).item()
+            self._metrics["train"]["support/rollout_kept_mass"].append(mean)
         if self.args.keep_sampling_mask:
-            check_support(rollout.support, rollout.completion_ids)
+            if rollout.support is not None:
+                check_support(rollout.support, rollout.completion_ids)
             self._support, self._kept_mass = rollout.support, rollout.kept_mass
-        elif not self._warned_of_truncation:
+        elif truncates(self.args) and not self._warned_of_truncation:
             self._warned_of_truncation = True
-            length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+            keeps, cost = "drops part", "below 1, the mass that was kept, which the server does not tell"
+            if mean is not None:
+                length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+                keeps, cost = f"keeps {mean:.3f}", f"of {mean:.3f} instead of 1 at every token"
+                cost += f", {mean**length:.2g} over a completion of {length:.0f} tokens"
             warnings.warn(
-                f"sampling keeps {mean:.3f} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
-                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu of "
-                f"{mean:.3f} instead of 1 at every token, {mean**length:.2g} over a completion of {length:.0f} tokens, from equal "
-                "weights; add --keep_sampling_mask",
+                f"sampling {keeps} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
+                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu {cost}, from "
+                "equal weights; add --keep_sampling_mask",
                 stacklevel=2,
             )
 
@@ -938,8 +958,8 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
-        if self.guard is not None and self.guard.share < 1 and self.model.training:
-            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
+        if self.model.training:
+            inputs = self._staged(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)
@@ -968,10 +988,11 @@ class RLVRTrainer(GRPOTrainer):
         if "tool_mask" in output:  # nobody sampled those tokens
             support = [drop_rows(entry, row) for entry, row in zip(support, output["tool_mask"], strict=True)]
         output["support"] = support
-        mass = torch.zeros(mask.shape, device=mask.device)
-        for row, kept in zip(mass, self._kept_mass, strict=True):
-            row[: len(kept)] = torch.tensor(kept, device=mask.device)
-        output["kept_mass"] = mass
+        if self._kept_mass is not None:
+            mass = torch.zeros(mask.shape, device=mask.device)
+            for row, kept in zip(mass, self._kept_mass, strict=True):
+                row[: len(kept)] = torch.tensor(kept, device=mask.device)
+            output["kept_mass"] = mass
         self._support = self._kept_mass = None
 
     def advantages(self, rewards, num_generations):
@@ -1135,10 +1156,15 @@ class RLVRTrainer(GRPOTrainer):
 
     def _track_support(self, inputs, mask):
         """Does the policy still put its mass where the engine's filters did? And what carrying the sets costs."""
-        support, mine, theirs = inputs["support"], self._policy_kept.exp(), inputs["kept_mass"]
-        sampled = mask.bool() & (theirs > 0)
-        low, high = torch.minimum(mine, theirs), torch.maximum(mine, theirs)
-        self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
+        support, mine = inputs["support"], self._policy_kept.exp()
+        sampled = torch.zeros_like(mask, dtype=torch.bool)
+        for row, (_, offsets) in zip(sampled, support, strict=True):
+            filled = offsets.diff()[: len(row)] > 0
+            row[: len(filled)] = filled.to(row.device)
+        sampled &= mask.bool()
+        if "kept_mass" in inputs:
+            low, high = torch.minimum(mine, inputs["kept_mass"]), torch.maximum(mine, inputs["kept_mass"])
+            self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
         self.track("support/kept_mass", mine, sampled)
         tokens = sum(offsets.numel() - 1 for _, offsets in support)
         size = float(sum(ids.numel() for ids, _ in support))
@@ -1282,6 +1308,7 @@ class RLVRTrainer(GRPOTrainer):
         return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _save_checkpoint(self, model, trial):
+        self.settle()  # its error is the engine's and no failed write
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         failure = None
         try:
@@ -1312,6 +1339,7 @@ class RLVRTrainer(GRPOTrainer):
             "buffered_inputs": self._buffered_inputs,
             "sequences_sampled": self._sequences_sampled,
             "sampled_with": self._sampled_with,
+            "sampled_version": self._sampled_version,
             "recipe": type(self).__name__,
             "metrics": dict(self._metrics["train"]),
             "broken": sorted(self._broken),
@@ -1339,6 +1367,9 @@ class RLVRTrainer(GRPOTrainer):
                     f"{checkpoint} holds a model of {name} {saved.get(name)} and this run trains one of {config.get(name)}: resume "
                     "with the model it was made with"
                 )
+
+    def settle(self):
+        """Before a checkpoint: wait for what runs beside the training and belongs into it."""
 
     def recipe_state(self):
         """What a recipe must keep in a checkpoint beside what every recipe keeps: plain numbers and tensors."""
@@ -1409,7 +1440,7 @@ class RLVRTrainer(GRPOTrainer):
         self._step = state["micro_step"]
         self._buffered_inputs = state["buffered_inputs"]
         self._sequences_sampled = state["sequences_sampled"]
-        self._sampled_with = state["sampled_with"]
+        self._sampled_with, self._sampled_version = state["sampled_with"], state["sampled_version"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
         changed = dict(state["controls"])  # else what the command line says
@@ -1450,6 +1481,8 @@ class RLVRTrainer(GRPOTrainer):
                 prompt_ids,
                 self.max_completion_length,
                 temperature=self.temperature,
+                # a server that records sampling masks refuses requests without a bound
+                top_k=self.top_k if self.args.engine == "vllm" and self.args.keep_sampling_mask else 0,
                 batch_size=self.args.rollout_batch_size,
                 sequence_ids=streams,
             ).completion_ids

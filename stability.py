@@ -41,6 +41,7 @@ from transformers.trainer import rotate_checkpoints
 
 from gradloc_methods import replayed_rng, rng_state
 from rlvr_report import to_json
+from rollout import model_fingerprint
 from stability_control import ControlFile, Stages, change, parse_stages
 from stability_report import cause_of, write_acceptance
 
@@ -362,8 +363,10 @@ def check_disk(folder, size, copies, budget_gb=None):
 # --- alignment of the two sides ---------------------------------------------------------------------------------------
 
 # Mean |log pi - log mu| at equal weights that still is precision and no mistake: ten times what rollout.py reports for a 135M model
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "int8": 0.5, "fp8": 1.7, "int4": 3.0}
+# (float16 as bfloat16, which is coarser); a server's other kinds of quantisation get the widest
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.3, "int8": 0.5, "fp8": 1.7, "int4": 3.0}
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft")
+ONE_SIDED = {"tokenizer_size", "chat_template"}  # engines get token ids: only training has a tokenizer
 
 
 def differences(training, rollout):
@@ -373,6 +376,11 @@ def differences(training, rollout):
         for name in training
         if name in rollout and training[name] != rollout[name]
     ]
+
+
+def not_compared(training, rollout):
+    """Settings that the rollout side does not tell, so that nobody can say whether they differ."""
+    return [name for name in training if name not in rollout and name not in ONE_SIDED]
 
 
 def training_side(trainer):
@@ -389,6 +397,7 @@ def training_side(trainer):
         "top_k": int(trainer.top_k),
         "min_p": float(trainer.min_p or 0.0),
         "version": trainer.state.global_step,
+        "fingerprint": model_fingerprint(trainer.model_wrapped),
         "tokenizer_size": len(tokenizer),
         "chat_template": f"{zlib.crc32(template.encode()):08x}",
     }
@@ -397,10 +406,11 @@ def training_side(trainer):
 def check_alignment(trainer):
     """Both sides described and compared, and one smoke step: sample a prompt, score it in training, run a backward.
 
-    -> the record written to alignment.json. Raises ValueError with the difference: a token that the model has no embedding for,
-    settings that differ, log-probs that disagree by more than the rollout precision explains, a gradient that is not finite.
+    -> the record written to alignment.json; its "not_compared" names what the rollout side does not tell. Raises ValueError with
+    the difference: a token that the model has no embedding for, settings or weights that differ, log-probs that disagree by more
+    than the rollout precision explains, a gradient that is not finite.
     """
-    engine, args = trainer.engine, trainer.args
+    engine = trainer.engine
     record = {"libraries": {name: version(name) for name in LIBRARIES}, "training": training_side(trainer)}
     side = record["training"]
     if side["tokenizer_size"] > side["embeddings"]:
@@ -409,8 +419,10 @@ def check_alignment(trainer):
             "tokenizer, or resize the model"
         )
     if engine is None:
-        return record | {"rollout": None}
+        return record | {"rollout": None, "not_compared": not_compared(side, {})}
     trainer.sync_engine()
+    if engine.fingerprint != side["fingerprint"]:  # changed since the engine was filled, as by a float32 master copy
+        engine.push_weights(trainer.model_wrapped, trainer.state.global_step)
     prompt = trainer._tokenize_prompts([trainer.train_dataset[0]["prompt"]])[0][0]
     heat = {"temperature": trainer.temperature}
     sampled = engine.generate(
@@ -418,6 +430,7 @@ def check_alignment(trainer):
         top_k=trainer.top_k, top_p=trainer.top_p, min_p=trainer.min_p or 0.0,
     )  # fmt: skip
     record["rollout"] = engine.describe()
+    record["not_compared"] = not_compared(side, record["rollout"])
     found = differences(side, record["rollout"])
     if found:
         raise ValueError("training and rollout do not match: " + "; ".join(found))
@@ -434,14 +447,16 @@ def check_alignment(trainer):
     finite = bool(grads) and all(bool(torch.isfinite(g).all()) for g in grads)
     model.zero_grad(set_to_none=True)
     mu = torch.tensor(sampled.rollout_logps, device=logps.device)
-    gap, limit = (logps.detach().float() - mu).abs().mean().item(), TOLERANCE[args.rollout_dtype]
+    precision = record["rollout"]["rollout_dtype"]
+    gap, limit = (logps.detach().float() - mu).abs().mean().item(), TOLERANCE.get(precision, max(TOLERANCE.values()))
     record["smoke"] = {"tokens": length, "mean_gap": gap, "allowed": limit, "finite_gradient": finite}
     if not finite:
         raise ValueError("the smoke step's gradient is not finite: the model's weights or its head are broken")
-    exact = trainer.args.keep_sampling_mask or sampled.support is None
+    truncated = side["top_p"] < 1 or side["top_k"] > 0 or side["min_p"] > 0
+    exact = sampled.support is not None or not truncated
     if exact and not gap <= limit:
         raise ValueError(
-            f"training and rollout log-probs of the same {length} tokens differ by {gap:.3g} nats on average, {args.rollout_dtype} "
+            f"training and rollout log-probs of the same {length} tokens differ by {gap:.3g} nats on average, {precision} "
             f"explains {limit:g}: the engine holds other weights or samples with other settings"
         )
     return record
@@ -491,7 +506,7 @@ class StabilityGuard(TrainerCallback):
         self.last_event = {}  # (rule, metric) -> step of its last event: a lasting fault is told every 20 steps
         self.first_bad = None  # first step of the alarms that lead to a critical event
         self.grad_norm, self.offender, self._before, self._seen = None, None, None, {}
-        self._moved = False  # did the step before change the weights
+        self.still = deque(maxlen=1024)  # newest steps that did not change the weights
         self._norm = trainer._get_grad_norm
         trainer._get_grad_norm = self._watched_norm
         trainer.guard = self
@@ -504,6 +519,7 @@ class StabilityGuard(TrainerCallback):
             "watch": self.watch.state_dict(),
             "stages": None if self.stages is None else self.stages.state_dict(),
             "last_event": [[rule, metric, step] for (rule, metric), step in self.last_event.items()],
+            "still": list(self.still),
         }
 
     def load_state_dict(self, state):
@@ -511,6 +527,7 @@ class StabilityGuard(TrainerCallback):
         if self.stages is not None and state["stages"] is not None:
             self.stages.load_state_dict(state["stages"])
         self.last_event = {(rule, metric): step for rule, metric, step in state["last_event"]}
+        self.still = deque(state["still"], self.still.maxlen)
 
     def _save_ledger(self):
         if self.main:
@@ -526,7 +543,9 @@ class StabilityGuard(TrainerCallback):
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
             self.ledger = json.loads((self.folder / LEDGER).read_text())
-        self._seen, self.first_bad, self.grad_norm = {}, None, None
+        self.first_bad = self.grad_norm = None
+        # a checkpoint brings metrics along that were judged before it
+        self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")
@@ -547,7 +566,10 @@ class StabilityGuard(TrainerCallback):
             write_atomically(self.folder / "alignment.json", json.dumps(record, indent=1))
         smoke = record.get("smoke")
         detail = "" if smoke is None else f"; smoke step: log-probs differ by {smoke['mean_gap']:.2g} nats on average"
-        self._tell("info", f"alignment: training and rollout agree{detail}", kind="alignment")
+        if record["not_compared"]:
+            detail += f"; not comparable, as the rollout side does not tell: {', '.join(record['not_compared'])}"
+        agree = "agree" if record["rollout"] else "are not compared"
+        self._tell("info", f"alignment: training and rollout {agree}{detail}", kind="alignment")
         if self.mode == "rollback":  # the start is a state to go back to
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
@@ -628,7 +650,7 @@ class StabilityGuard(TrainerCallback):
                 "info", f"step {step} was made without an update: its batch led to an alarm before", kind="skip"
             )
             self._seen = {name: (past, len(past)) for name, past in self.trainer._metrics["train"].items()}
-            self._moved = False
+            self.still.append(step)
             if not math.isfinite(float(self.trainer._tr_loss)):  # no update was made from it
                 self.trainer._tr_loss.zero_()
             self.trainer._broken.clear()
@@ -658,9 +680,12 @@ class StabilityGuard(TrainerCallback):
         if not math.isfinite(float(self.trainer._tr_loss)):
             broken.add("loss")
         derived = {}
-        if values.get("rollout/weights_changed") is not None and self._moved:
-            derived["guard/stale"] = 1.0 - values["rollout/weights_changed"]
-        self._moved = values.get("guard/update_norm", 0.0) > 0
+        if "rollout/weights_changed" in values:
+            older, newer = sorted(self.trainer.compared_versions)
+            if not set(range(older + 1, newer + 1)) <= set(self.still):
+                derived["guard/stale"] = 1.0 - values["rollout/weights_changed"]
+        if not values.get("guard/update_norm", 0.0) > 0:
+            self.still.append(self.trainer.state.global_step)
         if "frac_reward_zero_std" in values:
             share = 1.0 - values["frac_reward_zero_std"]
             for name in ("seq_clip/masked_frac", "off_policy_mask/masked_frac"):
@@ -775,6 +800,12 @@ class StabilityGuard(TrainerCallback):
             "warn", f"{checkpoint} could not be written ({error}): training goes on; free disk space", kind="disk"
         )
 
+    def crashed(self, error):
+        """The run ends with an error of the program or of the rollout engine, which is no anomaly of the training."""
+        text = f"the run ended after step {self.trainer.state.global_step} with {type(error).__name__}: {error}"
+        self._tell("critical", f"{text}; no alarm, nothing is rolled back", kind="crash")
+        self.alerts.wait()
+
     def restore_point(self):
         """After a RollBack: the newest good checkpoint that is whole. Settles what is skipped; raises GuardHalt at the end of the road."""
         first, last, reason = self.offender
@@ -886,6 +917,11 @@ def train(trainer, checkpoint=None):
         except RollBack:
             checkpoint = trainer.guard.restore_point()
             trainer.forget()
+        except GuardHalt:
+            raise
+        except Exception as error:  # an engine that died, or a mistake in the code: nothing that a rollback mends
+            trainer.guard.crashed(error)
+            raise
 
 
 def rotate(trainer, folder, limit):

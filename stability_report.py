@@ -276,11 +276,12 @@ def checklist(folder):
         True,
         "recipes/dsv32_stable.py",
     )
-    fits = bool(run.named("alignment"))
+    fits = bool(run.named("alignment")) and run.alignment.get("rollout") is not None
+    untold = ", ".join(run.alignment.get("not_compared", []))
     add(
         part,
         "Model and tokenizer version equal on both sides",
-        "alignment check " + ("passed" if fits else "not run"),
+        "alignment check " + ("passed" if fits else "not run") + (f"; not comparable: {untold}" if untold else ""),
         "no difference",
         fits,
         "alignment.json",

@@ -120,7 +120,7 @@ def _checked(
 
 def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that survived top-k, top-p and min-p at each of the T generated tokens: (token_ids (nnz,), offsets
-    (T + 1,)), int32 and int64, rows in order. An empty row means the full vocabulary."""
+    (T + 1,)), both int32, rows in order. An empty row means the full vocabulary."""
     rows = choice.get("sampling_mask")
     if rows is None:
         raise WireError("the answer carries no sampling_mask: start vLLM with --return-sampling-mask")
@@ -131,7 +131,9 @@ def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int
     for place, (row, token) in enumerate(zip(rows, ids, strict=True)):
         if not isinstance(row, list) or (row and token not in row):
             raise WireError(f"sampling_mask row {place} lacks token {token}, which was sampled there")
-    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        if len(set(row)) < len(row):
+            raise WireError(f"sampling_mask row {place} names a token twice, which would count twice in training")
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
     kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
     if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < vocabulary:
         raise WireError(f"sampling_mask names a token outside the vocabulary of {vocabulary}")

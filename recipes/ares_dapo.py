@@ -277,10 +277,7 @@ class AresDAPOTrainer(RLVRTrainer):
                 break
             rows = rows if rounds == 0 else self._new_rows(missing)
             rounds += 1
-            unchanged, changes = self._unchanged, list(self._metrics["train"].get("rollout/weights_changed", ()))
             samples = self._sample([row["prompt"] for row in rows for _ in range(g)])
-            if rounds > 1 and changes:  # a refill has the weights of its batch, as it should
-                self._unchanged, self._metrics["train"]["rollout/weights_changed"] = unchanged, changes
             texts = self.processing_class.batch_decode(samples["completion_ids"], skip_special_tokens=True)
             golds = [row["solution"] for row in rows for _ in range(g)]
             accuracy = self.reward_funcs[0](

@@ -147,13 +147,14 @@ def test_routes_that_do_not_fit_are_refused_in_one_sentence(kind):
 def test_sampling_masks_become_one_row_a_token():
     kept, offsets = sampling_support({"sampling_mask": [[5, 9], [], [1]]}, [9, 30, 1], 32)
     assert kept.tolist() == [5, 9, 1] and offsets.tolist() == [0, 2, 2, 3]
-    assert kept.dtype == torch.int32 and offsets.dtype == torch.int64
+    assert kept.dtype == offsets.dtype == torch.int32
     for mask, words in (
         (None, "--return-sampling-mask"),
         ([[5]], "has 1 rows for 2 tokens"),
         ([[5], [6]], "row 1 lacks token 9"),
         ([[5, 99], [9]], "outside the vocabulary"),
         ([[5], 9], "row 1 lacks"),
+        ([[5], [9, 7, 9]], "row 1 names a token twice"),
     ):
         with pytest.raises(WireError, match=words):
             sampling_support({"sampling_mask": mask}, [5, 9], 32)
