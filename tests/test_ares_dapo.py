@@ -23,7 +23,7 @@ from ares_dapo import (
     overlong_penalty,
 )
 from rlvr_common import group_advantages, refuse_unused
-from spectral_monitor import gradient_spectra, matrix_type, read_spectra
+from spectral_monitor import gradient_spectra, matrix_type, read_spectra, summary
 from training import MODEL, REPO, equal, make_ours, options, quiet, tiny_rows, tokenizer, weights
 
 NAN = math.nan
@@ -386,6 +386,15 @@ def test_the_monitor_treats_experts_one_by_one_and_marks_what_is_broken():
     assert spectra["layers.0.proj.weight"] is None
     wanted = (spectral_stats(stack[0], 2)["top_share"] + spectral_stats(stack[2], 2)["top_share"]) / 2
     assert spectra["layers.0.experts"]["top_share"] == pytest.approx(wanted)
+
+
+def test_a_statistic_that_one_matrix_lacks_is_left_out_of_the_mean():
+    """Of a matrix above 2048 the sketch gives no entropy rank, and no rank for a level it does not reach: a mean of those is no number,
+    and the guard would take it for a broken run."""
+    flat = spectral_stats(torch.eye(40), top=2, exact=False, sketch=8)
+    assert math.isinf(flat["rank@0.9"]) and math.isnan(flat["entropy_rank"])
+    means = summary({"a": spectral_stats(torch.eye(40), top=2), "b": flat, "c": None})
+    assert means == {"spectral/top_share": pytest.approx(0.05)}
 
 
 def test_matrix_types():
