@@ -772,7 +772,9 @@ class RLVRTrainer(GRPOTrainer):
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
         controls = {
-            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(0, 100)),
+            "learning_rate_scale": Control(
+                lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)
+            ),  # 0 could not be undone
             "max_grad_norm": Control(
                 lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
             ),
@@ -786,10 +788,7 @@ class RLVRTrainer(GRPOTrainer):
         return {}
 
     def _set_lr_scale(self, scale):
-        factor = scale / self._lr_scale if self._lr_scale else math.inf
-        self._lr_scale = scale
-        if not math.isfinite(factor):
-            raise ValueError("learning_rate_scale 0 cannot be undone in this run")
+        factor, self._lr_scale = scale / self._lr_scale, scale
         schedule = self.lr_scheduler.scheduler if hasattr(self.lr_scheduler, "scheduler") else self.lr_scheduler
         schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
         for group in self.optimizer.param_groups:
@@ -888,8 +887,6 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
-        if self.guard is not None and self.guard.share < 1 and self.model.training:
-            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)
@@ -948,6 +945,9 @@ class RLVRTrainer(GRPOTrainer):
         return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
     def _prepare_inputs(self, generation_batch):
+        if self.guard is not None and self.guard.share < 1 and self.model.training:
+            unit = math.lcm(self.num_generations, self.args.steps_per_generation)
+            generation_batch = narrowed(generation_batch, self.guard.share, unit)
         inputs = super()._prepare_inputs(generation_batch)
         accumulation = self.args.gradient_accumulation_steps
         window = None

@@ -12,6 +12,7 @@ import torch
 import yaml
 from test_distributed import FSDP2
 
+import stability
 from ares import Ares, spectral_stats
 from ares_dapo import (
     AccuracyReward,
@@ -194,6 +195,24 @@ def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_rewa
     assert all(
         abs(r["mismatch/k3"]) < 1e-6 for r in record
     )  # float32 engine: samples, tokens and log-probs belong together
+
+
+def test_dynamic_sampling_keeps_the_sampling_mask_and_the_stage(tmp_path):
+    """What is replayed travels with the groups that a refill keeps; a stage narrows the batch before it is filled."""
+    seen = []
+
+    class Watched(AresDAPOTrainer):
+        def score(self, model, inputs):
+            seen.append(len(inputs["advantages"]))
+            return super().score(model, inputs)
+
+    changes = {"top_k": 4, "keep_sampling_mask": True, "guard": "warn", "guard_stages": "small:1,full"}
+    trainer = make(tmp_path, dynamic_sampling=True, per_device_train_batch_size=16, max_steps=2, **changes)
+    trainer.__class__ = Watched
+    stability.train(trainer)
+    assert seen == [4, 16]
+    for record in (r for r in trainer.state.log_history if "loss" in r):
+        assert record["support/replayed_frac"] == 1 and record["mismatch/mean"] == pytest.approx(1, abs=1e-4)
 
 
 def test_dynamic_sampling_gives_up_with_advantage_zero(tmp_path):
