@@ -504,6 +504,7 @@ class StabilityGuard(TrainerCallback):
             "watch": self.watch.state_dict(),
             "stages": None if self.stages is None else self.stages.state_dict(),
             "last_event": [[rule, metric, step] for (rule, metric), step in self.last_event.items()],
+            "moved": self._moved,
         }
 
     def load_state_dict(self, state):
@@ -511,6 +512,7 @@ class StabilityGuard(TrainerCallback):
         if self.stages is not None and state["stages"] is not None:
             self.stages.load_state_dict(state["stages"])
         self.last_event = {(rule, metric): step for rule, metric, step in state["last_event"]}
+        self._moved = state["moved"]
 
     def _save_ledger(self):
         if self.main:
@@ -526,7 +528,10 @@ class StabilityGuard(TrainerCallback):
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
             self.ledger = json.loads((self.folder / LEDGER).read_text())
-        self._seen, self.first_bad, self.grad_norm = {}, None, None
+        self._seen = {
+            name: (past, len(past)) for name, past in trainer._metrics["train"].items()
+        }  # judged before the save
+        self.first_bad, self.grad_norm = None, None
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")

@@ -26,6 +26,7 @@ from grpo_tokenclip import GRPOTokenClipTrainer
 from rlvr_common import RLVRConfig, run
 from rlvr_launch import settle_output_dir
 from rlvr_report import read_metrics
+from spectral_monitor import read_spectra
 from stability import (
     MIN_HISTORY,
     Alerts,
@@ -368,10 +369,10 @@ def events(folder, kind=None):
 
 @pytest.mark.parametrize("fault", ["nan", "spike", "entropy", "reward"])
 def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_path, fault):
-    at = 5
-    guarded = faulty(tmp_path / "guarded", fault, at, **DRILL)
+    at, beside = 5, {"layer_clip": True, "spectral_every": 1}  # both look at the gradient before the guard does
+    guarded = faulty(tmp_path / "guarded", fault, at, **DRILL, **beside)
     stability.train(guarded)
-    clean = faulty(tmp_path / "clean", fault, at, **QUIET)
+    clean = faulty(tmp_path / "clean", fault, at, **QUIET, **beside)
     clean.add_callback(DropUpdate(clean, {at}))
     clean.train()
     (alarm,) = events(tmp_path / "guarded", "alarm")
@@ -382,6 +383,12 @@ def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_pa
     assert guarded.state.global_step == 6
     assert equal(weights(guarded), weights(clean))
     assert equal(guarded.optimizer.state_dict(), clean.optimizer.state_dict())
+    assert equal(guarded._attachment.layer_clip.state_dict(), clean._attachment.layer_clip.state_dict())
+    looks = [
+        [(r["step"], r["matrices"]) for r in read_spectra(tmp_path / name / "spectral.jsonl")]
+        for name in ("guarded", "clean")
+    ]
+    assert looks[0] == looks[1]
     assert guarded.lr_scheduler.state_dict()["_last_lr"] == clean.lr_scheduler.state_dict()["_last_lr"]
     skipped = events(tmp_path / "guarded", "skip")
     assert [e["step"] for e in skipped] == [at]
@@ -774,6 +781,29 @@ def test_control_changes_the_run_at_the_step_boundary_with_an_audit_trail(tmp_pa
     assert rest.beta == 0.5 and rest._get_learning_rate() == pytest.approx(
         1e-4
     )  # the checkpoint carries what was changed
+
+
+def test_a_learning_rate_scale_of_zero_is_refused(tmp_path):
+    class Edit(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            (tmp_path / "control.yaml").write_text(f"learning_rate_scale: {state.global_step - 1}")
+
+    trainer = make_ours(tmp_path, **QUIET | {"guard": "warn", "max_steps": 3, "save_strategy": "no"})
+    trainer.add_callback(Edit())
+    stability.train(trainer)
+    found = [(e["level"], e["step"], e.get("refused")) for e in events(tmp_path, "control")]
+    assert found == [("warn", 1, 0)] and trainer._get_learning_rate() == pytest.approx(1e-3)
+
+
+def test_a_resumed_guard_judges_no_metric_twice(tmp_path):
+    """Between two logs a checkpoint holds metrics that were judged already: the reward of this sampling, weights that changed."""
+    changes = QUIET | {"guard": "warn", "max_steps": 4, "save_steps": 3, "logging_steps": 4}
+    whole = make_ours(tmp_path / "whole", **changes)
+    stability.train(whole)
+    rest = make_ours(tmp_path / "rest", **changes)
+    stability.train(rest, str(tmp_path / "whole" / "checkpoint-3"))
+    assert rest.guard.state_dict() == whole.guard.state_dict() and whole.guard.watch.samplings == 2
+    assert rest.guard._moved
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
