@@ -824,7 +824,9 @@ class RLVRTrainer(GRPOTrainer):
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
         controls = {
-            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(0, 100)),
+            "learning_rate_scale": Control(
+                lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)
+            ),  # 0 could not be undone
             "max_grad_norm": Control(
                 lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
             ),
@@ -838,10 +840,7 @@ class RLVRTrainer(GRPOTrainer):
         return {}
 
     def _set_lr_scale(self, scale):
-        factor = scale / self._lr_scale if self._lr_scale else math.inf
-        self._lr_scale = scale
-        if not math.isfinite(factor):
-            raise ValueError("learning_rate_scale 0 cannot be undone in this run")
+        factor, self._lr_scale = scale / self._lr_scale, scale
         schedule = self.lr_scheduler.scheduler if hasattr(self.lr_scheduler, "scheduler") else self.lr_scheduler
         schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
         for group in self.optimizer.param_groups:
@@ -958,8 +957,6 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
-        if self.model.training:
-            inputs = self._staged(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)
@@ -1019,6 +1016,8 @@ class RLVRTrainer(GRPOTrainer):
         return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
     def _prepare_inputs(self, generation_batch):
+        if self.model.training:
+            generation_batch = self._staged(generation_batch)
         inputs = super()._prepare_inputs(generation_batch)
         accumulation = self.args.gradient_accumulation_steps
         window = None

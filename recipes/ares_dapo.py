@@ -49,6 +49,7 @@ from rlvr_common import (  # noqa: E402
     ppo_clip_loss,
     refuse_unused,
     run,
+    truncates,
 )
 from rlvr_launch import REPO, leave, one_sentence, parse_args  # noqa: E402
 
@@ -210,7 +211,7 @@ class AresDAPOTrainer(RLVRTrainer):
             start = self.accelerator.unwrap_model(self.model)
             self._first = TransformersEngine(
                 start, self.eos_token_ids, self._tokenizer.pad_token_id, rollout_dtype=args.rollout_dtype, seed=args.seed,
-                device=self.accelerator.device, record_routes=self.routing is not None,
+                device=self.accelerator.device, record_routes=self.routing is not None, record_support=truncates(args),
             )  # fmt: skip
             self._first.push_weights(start, 0)
 
@@ -220,6 +221,7 @@ class AresDAPOTrainer(RLVRTrainer):
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             self._sampled_routes = prepared.pop("routes")
+            self._support, self._kept_mass = prepared.pop("support"), prepared.pop("kept_mass")
             return prepared
         if self._first is None or not self.model.training:
             return super()._rollout(prompts, trainer)
@@ -238,9 +240,10 @@ class AresDAPOTrainer(RLVRTrainer):
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _sample(self, prompts):
-        """Samples of one round, as `_rollout` returns them, with "routes"."""
+        """Samples of one round, as `_rollout` returns them, with what is replayed: "routes", "support", "kept_mass"."""
         if self.engine is not None:
-            return self._rollout(prompts, self) | {"routes": self._sampled_routes}
+            samples = self._rollout(prompts, self)
+            return samples | {"routes": self._sampled_routes, "support": self._support, "kept_mass": self._kept_mass}
         prompt_ids = self._tokenize_prompts(prompts)[0]
         ids, logps = self._generate_single_turn(prompt_ids, None, {}, self.num_generations)
         self._sequences_sampled += len(prompts) * self.accelerator.num_processes
@@ -299,7 +302,7 @@ class AresDAPOTrainer(RLVRTrainer):
             self._metrics["train"][f"dynamic/{name}"].append(value)
         joined = {name: [x for group in kept for x in group[name] or []] for name in kept[0]}
         self._prepared = {name: joined[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
-        self._prepared["routes"] = joined["routes"] or None
+        self._prepared |= {name: joined.get(name) or None for name in ("routes", "support", "kept_mass")}
         return joined["rows"]
 
     def _generate_and_score_completions(self, inputs):

@@ -100,6 +100,7 @@ class Outcome:
     skipped: list
     equal: bool
     trainer: GRPOTokenClipTrainer
+    clean: GRPOTokenClipTrainer
 
 
 def same_state(a, b):
@@ -129,7 +130,7 @@ def settle(folder, guarded, fault, at, settings, from_start, told=None):
     if told is None:
         told = next(e for e in events(guarded.guard.folder, "alarm") if e["level"] == "critical")
     seen = f"{told['metric']} ({told['rule']})" if told.get("kind") == "alarm" else told["text"]
-    return Outcome(seen, told["step"] - first + 1, back["to"], skipped, same_state(guarded, clean), guarded)
+    return Outcome(seen, told["step"] - first + 1, back["to"], skipped, same_state(guarded, clean), guarded, clean)
 
 
 def wrong_step(fault, folder, at=5, from_start=False, **changes):
@@ -240,4 +241,4 @@ def killed_while_writing(folder, at=4, from_start=False, **changes):
     clean = make_ours(folder / "clean", **DRILL | changes)
     stability.train(clean, None if from_start else args.resume_from_checkpoint)
     to = stability.step_of(args.resume_from_checkpoint)
-    return Outcome(told.replace(f"{run}/", ""), 1, to, [], same_state(rest, clean), rest)
+    return Outcome(told.replace(f"{run}/", ""), 1, to, [], same_state(rest, clean), rest, clean)

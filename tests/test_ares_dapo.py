@@ -12,6 +12,7 @@ import yaml
 from test_distributed import FSDP2
 from trl import RLOOConfig, RLOOTrainer
 
+import stability
 from ares import Ares, spectral_stats
 from ares_dapo import (
     AccuracyReward,
@@ -23,7 +24,7 @@ from ares_dapo import (
 )
 from optimizers import make_optimizer
 from rlvr_common import group_advantages, refuse_unused
-from spectral_monitor import gradient_spectra, matrix_type, read_spectra
+from spectral_monitor import gradient_spectra, matrix_type, read_spectra, summary
 from training import (
     MODEL,
     REPO,
@@ -233,6 +234,24 @@ def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_rewa
     )  # float32 engine: samples, tokens and log-probs belong together
 
 
+def test_dynamic_sampling_keeps_the_sampling_mask_and_the_stage(tmp_path):
+    """What is replayed travels with the groups that a refill keeps; a stage narrows the batch before it is filled."""
+    seen = []
+
+    class Watched(AresDAPOTrainer):
+        def score(self, model, inputs):
+            seen.append(len(inputs["advantages"]))
+            return super().score(model, inputs)
+
+    changes = {"top_k": 4, "keep_sampling_mask": True, "guard": "warn", "guard_stages": "small:1,full"}
+    trainer = make(tmp_path, dynamic_sampling=True, per_device_train_batch_size=16, max_steps=2, **changes)
+    trainer.__class__ = Watched
+    stability.train(trainer)
+    assert seen == [4, 16]
+    for record in (r for r in trainer.state.log_history if "loss" in r):
+        assert record["support/replayed_frac"] == 1 and record["mismatch/mean"] == pytest.approx(1, abs=1e-4)
+
+
 def test_dynamic_sampling_gives_up_with_advantage_zero(tmp_path):
     def verifier(completions, solution, **kwargs):
         return [1.0] * len(completions)
@@ -436,6 +455,15 @@ def test_the_monitor_treats_experts_one_by_one_and_marks_what_is_broken():
     assert spectra["layers.0.proj.weight"] is None
     wanted = (spectral_stats(stack[0], 2)["top_share"] + spectral_stats(stack[2], 2)["top_share"]) / 2
     assert spectra["layers.0.experts"]["top_share"] == pytest.approx(wanted)
+
+
+def test_a_statistic_that_one_matrix_lacks_is_left_out_of_the_mean():
+    """Of a matrix above 2048 the sketch gives no entropy rank, and no rank for a level it does not reach: a mean of those is no number,
+    and the guard would take it for a broken run."""
+    flat = spectral_stats(torch.eye(40), top=2, exact=False, sketch=8)
+    assert math.isinf(flat["rank@0.9"]) and math.isnan(flat["entropy_rank"])
+    means = summary({"a": spectral_stats(torch.eye(40), top=2), "b": flat, "c": None})
+    assert means == {"spectral/top_share": pytest.approx(0.05)}
 
 
 def test_matrix_types():

@@ -37,6 +37,7 @@ from guard_drills import (
 from rlvr_common import RLVRConfig, run
 from rlvr_launch import parse_args
 from rlvr_report import read_metrics
+from spectral_monitor import read_spectra
 from stability import (
     MIN_HISTORY,
     Alerts,
@@ -319,13 +320,20 @@ def test_the_disk_budget_is_checked_at_start(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["nan", "spike", "entropy", "reward"])
 def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_path, fault):
-    found = wrong_step(fault, tmp_path, from_start=True)
+    beside = {"layer_clip": True, "spectral_every": 1}  # both look at the gradient before the guard does
+    found = wrong_step(fault, tmp_path, from_start=True, **beside)
     (alarm,) = events(tmp_path / "guarded", "alarm")
     assert alarm["step"] == 5 and alarm["level"] == "critical" and alarm["cause"] and alarm["action"]
     assert alarm["metric"] == {"nan": "grad_norm", "spike": "grad_norm"}.get(fault, fault)
     assert found.after == 1 and found.to in (2, 4) and found.skipped == [5]
     assert found.trainer.state.global_step == 6 and found.equal
     assert [e["step"] for e in events(tmp_path / "guarded", "skip")] == [5]
+    assert equal(*(t._attachment.layer_clip.state_dict() for t in (found.trainer, found.clean)))
+    looks = [
+        [(r["step"], r["matrices"]) for r in read_spectra(tmp_path / name / "spectral.jsonl")]
+        for name in ("guarded", "clean")
+    ]
+    assert looks[0] == looks[1]
 
 
 @pytest.mark.slow
@@ -649,6 +657,29 @@ def test_control_changes_the_run_at_the_step_boundary_with_an_audit_trail(tmp_pa
     assert rest.beta == 0.5 and rest._get_learning_rate() == pytest.approx(
         1e-4
     )  # the checkpoint carries what was changed
+
+
+def test_a_learning_rate_scale_of_zero_is_refused(tmp_path):
+    class Edit(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            (tmp_path / "control.yaml").write_text(f"learning_rate_scale: {state.global_step - 1}")
+
+    trainer = make_ours(tmp_path, **QUIET | {"guard": "warn", "max_steps": 3, "save_strategy": "no"})
+    trainer.add_callback(Edit())
+    stability.train(trainer)
+    found = [(e["level"], e["step"], e.get("refused")) for e in events(tmp_path, "control")]
+    assert found == [("warn", 1, 0)] and trainer._get_learning_rate() == pytest.approx(1e-3)
+
+
+def test_a_resumed_guard_judges_no_metric_twice(tmp_path):
+    """Between two logs a checkpoint holds metrics that were judged already: the reward of this sampling, weights that changed."""
+    changes = QUIET | {"guard": "warn", "max_steps": 4, "save_steps": 3, "logging_steps": 4}
+    whole = make_ours(tmp_path / "whole", **changes)
+    stability.train(whole)
+    rest = make_ours(tmp_path / "rest", **changes)
+    stability.train(rest, str(tmp_path / "whole" / "checkpoint-3"))
+    assert rest.guard.state_dict() == whole.guard.state_dict() and whole.guard.watch.samplings == 2
+    assert rest.guard._moved
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
