@@ -2,7 +2,9 @@
 (made from requirements-vllm.txt)."""
 
 import os
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from test_minirl import load, logged
 
 from training import MODEL, largest_difference, make_async, weights
 from vllm_engine import VLLMEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "results" / "async"))
+import faults  # noqa: E402
+import vllm_runs  # noqa: E402
 
 PYTHON = os.environ.get("SERVER_PYTHON")
 OPTIONS = ("--dtype", "float32", "--max-model-len", "256")
@@ -94,3 +100,14 @@ def test_without_the_plugin_the_push_is_caught(tmp_path):
             VLLMEngine(model, running.wait().url, model.config.eos_token_id, tmp_path)
     finally:
         running.kill()
+
+
+def test_the_evidence_scripts_account_for_every_group(server, tmp_path):
+    """results/async/ in short: a run that is measured, and one that loses half of its answers on the way back."""
+    options = f"{vllm_runs.RECIPES['synchronous']} {vllm_runs.COMMON} {vllm_runs.TINY} --max_steps 3"
+    measured = vllm_runs.measure("tiny", "float32", "synchronous", options, server, tmp_path / "run", {})["figures"]
+    assert measured["groups"] == {"asked": 24, "trained": 24, "stale": 0, "left": 0, "twice": 0}
+    assert measured["updates"] == 3 and measured["pushes"] == 2 and measured["mismatch"]["k3"][1] < 1e-6
+    what, *drilled = faults.DRILLS["half"]
+    cells = faults.row(what, faults.drill(server, tmp_path / "half", *drilled), tmp_path / "half")
+    assert int(cells[2]) > 5 and cells[4] == "72 = 64 + 0 + 8" and cells[5] == "0" and "LOST" not in cells[4], cells

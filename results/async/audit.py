@@ -181,7 +181,7 @@ def account(*audits):
     return {
         "asked": audits[-1]["asked"],
         "trained": len(used) / size,
-        "stale": sum(audit["stale"] for audit in audits),
+        "stale": audits[-1]["stale"],
         "left": audits[-1]["buffered"],
         "twice": twice,
     }

@@ -158,8 +158,14 @@ def garbage_for_good():
 
 
 def half_lost(everything):
-    pick = random.Random(0)
-    return lambda path: "lost" if (everything or path == GENERATE) and pick.random() < 0.5 else None
+    pick, asked = random.Random(0), 0
+
+    def rule(path):
+        nonlocal asked
+        asked += path == GENERATE  # the first one asks what the server can do
+        return "lost" if asked > 1 and (everything or path == GENERATE) and pick.random() < 0.5 else None
+
+    return rule
 
 
 # ---- what happens to the server

@@ -1,6 +1,6 @@
 r"""Training against a real vLLM server on the CPU: mismatch, pushes, tokens a second, and that every group is trained once.
 
-    SERVER_PYTHON=.venv-vllm/bin/python python results/async/vllm.py [--quick] [--only tiny]
+    SERVER_PYTHON=.venv-vllm/bin/python python results/async/vllm_runs.py [--quick] [--only tiny]
 
 SERVER_PYTHON is the python of an environment of requirements-vllm.txt. Each run is one recipe in a process of its own
 (`audit.py`, which changes nothing of it) against a server that recipes/serve_vllm.sh started. The dense tiny model, and the
@@ -137,7 +137,7 @@ def write(runs, folder):
     (folder / "vllm.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = [
         "# A real vLLM server on the CPU\n",
-        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/vllm.py`: vLLM's CPU build of requirements-vllm.txt, one "
+        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/vllm_runs.py`: vLLM's CPU build of requirements-vllm.txt, one "
         "thread for the server and one for the trainer, one seed. Seconds are medians over the pushes or updates, on a machine that "
         "other work shared: they are upper bounds. Mismatch and reward: mean over the first and over the last "
         f"{EDGE} updates; of pi_old/mu as in the README's glossary. *push*: pause, write the file, load it, reset the cache, resume, "
