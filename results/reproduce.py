@@ -20,12 +20,14 @@ sys.path.insert(0, str(REPO))
 from results import claims  # noqa: E402
 from results.claim_ares import ares, ares_spectra  # noqa: E402
 from results.claim_async import async_, async_time  # noqa: E402
+from results.claim_defaults import defaults  # noqa: E402
 from results.claim_dsv32 import dsv32  # noqa: E402
 from results.claim_gradloc import gradloc, grpo_tokenclip  # noqa: E402
 from results.claim_minirl import minirl, minirl_push  # noqa: E402
 from results.running import record  # noqa: E402
 
 RUNS = {  # name -> (what it is, the function that runs its arms)
+    "defaults": ("every recipe as it starts with no flag: 5 arms", defaults),
     "grpo_tokenclip": ("TokenClip and SeqClip on the embedded default: 3 arms", grpo_tokenclip),
     "gradloc": ("the ladder of treatments on runs that spike and collapse: 7 arms x 5 seeds", gradloc),
     "minirl": ("MiniRL's ablations on the tiny MoE, three cold starts: 26 arms", minirl),
