@@ -630,7 +630,7 @@ RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, repor
     ),
     "dsv32_stable.py": (
         "DeepSeek-V3.2 (arXiv:2512.02556, section 3.1) and its deployment guide",
-        "unbiased KL, off-policy sequence mask, keep routing, keep sampling mask, each a switch; a guard that alerts, rolls back, signs off",
+        "unbiased KL, off-policy sequence mask, keep routing, keep sampling mask, each a switch; a guard that alerts and rolls back",
         ("dsv32",), "dsv32",
     ),
     "ares_dapo.py": (
