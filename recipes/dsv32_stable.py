@@ -18,13 +18,15 @@ One block holds the switches, in YAML or as dotted flags (--rl_stability.unbiase
 While it runs, `control.yaml` in the run folder changes beta, thresholds and the first two switches (needs a guard); --beta_schedule
 0:0,100:0.01 changes the KL strength by step. --guard off|warn|halt|rollback, --guard_stages small:20,medium:50,full.
 
-Paper: DeepSeek-V3.2 arXiv:2512.02556, section 3.1; its deployment guide for clip_ratio, min_keep_ratio, guard and stages. Neither
+Papers: DeepSeek-V3.2 arXiv:2512.02556, section 3.1; its deployment guide for clip_ratio, min_keep_ratio, guard and stages. Neither
 gives delta, beta, eps, p or k: what stands here is ours.
 
 Smoke   accelerate launch recipes/dsv32_stable.py                      tiny Qwen3-MoE, all four mechanisms, CPU, under 4 minutes
 Compare accelerate launch recipes/dsv32_stable.py --rl_stability.consistency.keep_sampling_mask false    (or another switch)
+Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/dsv32_stable.py \
+            --config recipes/configs/qwen3_30b_a3b_dsv32.yaml
 Report  python stability.py report runs/dsv32_stable
-Expect  held-out accuracy rises by 10 points or more, a passing acceptance table
+Expect  held-out accuracy rises by 15 points or more, a passing acceptance table; results/dsv32/report.md
 Knobs   --beta, --top_p, --top_k, --num_minibatches, rl_stability.sequence_masking.divergence_threshold
 Watch   off_policy_mask/masked_frac above 0.3: fewer updates a sampling. kl far above its start: raise beta. support/agreement or
         routing/rollout_agreement falling: the engines drift apart. The README explains every metric.

@@ -21,7 +21,9 @@ importance correction, and no routes.
 Smoke   accelerate launch recipes/minirl_async_r3.py                   tiny Qwen3-MoE, one sampling ahead, CPU, about 2 minutes
 Compare accelerate launch recipes/minirl_async_r3.py --max_staleness 0        (or 4, 16; --clip_against behaviour)
 vLLM    recipes/serve_vllm.sh MODEL; accelerate launch recipes/minirl_async_r3.py --engine vllm --model_name_or_path MODEL
-Expect  held-out accuracy rises by 15 points or more; timeline.png shows generation beside training
+Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/minirl_async_r3.py \
+            --config recipes/configs/qwen3_30b_a3b_minirl_n4_r3.yaml --max_staleness 4
+Expect  held-out accuracy rises by 15 points or more, timeline.png shows generation beside training; results/async/report.md
 Knobs   --max_staleness, --clip_against, --routing_replay, --engine, --learning_rate, --is_cap
 Watch   async/waiting_share above 0.1: the trainer waits, the last line of the run says what to change. omega/p99 growing with
         staleness: lower --max_staleness. mismatch/k3 rising with entropy falling: collapse. The README explains every metric.

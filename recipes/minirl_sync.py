@@ -19,9 +19,9 @@ Which setting for which N (the paper's recommendation): N = 1 no replay; N = 2 c
 Smoke   accelerate launch recipes/minirl_sync.py                       tiny Qwen3-MoE, N = 2, R2, arithmetic, CPU, about 2 minutes
 Compare accelerate launch recipes/minirl_sync.py --num_minibatches 8 --routing_replay r3     (or --no_clip, --no_is, --length_norm)
 Dense   accelerate launch recipes/minirl_sync.py --config recipes/configs/tiny_minirl.yaml --model_name_or_path tiny --routing_replay none
-Real    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/minirl_sync.py \
+Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/minirl_sync.py \
             --config recipes/configs/qwen3_30b_a3b_minirl_n4_r3.yaml         (also n1, n2_r2, n8_r3)
-Expect  held-out accuracy rises by 15 points or more
+Expect  held-out accuracy rises by 15 points or more; results/minirl/report.md
 Knobs   --num_minibatches, --routing_replay, --learning_rate, --is_cap, --epsilon, --epsilon_high
 Watch   routing/rollout_agreement below 0.9: the engines route apart, replay helps. minirl/masked_frac above 0.2: too many updates
         a sampling. mismatch/k3 rising with entropy falling: the collapse that the paper describes. The README explains every metric.
