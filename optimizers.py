@@ -72,6 +72,11 @@ def make_optimizer(model, args):
         return torch.optim.SGD(groups, lr=lr, momentum=0.9 if args.momentum is None else args.momentum)
     if args.optim_method == "rmsprop":
         return torch.optim.RMSprop(groups, lr=lr, momentum=args.momentum or 0.0)
+    stack = next((name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 2), None)
+    if stack is not None:  # the package's Muon would flatten all experts into one matrix, its GaLore leave them to Adam
+        raise ValueError(
+            f"--optim_method {args.optim_method} is defined for matrices, and {stack} is a stack of experts: use ares or adamw"
+        )
     import pytorch_optimizer  # a second of start-up that other runs are spared
     from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 

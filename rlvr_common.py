@@ -353,6 +353,10 @@ class RLVRConfig(GRPOConfig):
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
     vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
     loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "False lets dropout (LoRA's too) move each pass: ratios differ at equal weights"},
+    )
     logging_steps: float = field(default=1, metadata={"help": "optimizer steps between two lines of metrics.jsonl"})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
 
@@ -699,6 +703,15 @@ class RLVRTrainer(GRPOTrainer):
         self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
         self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None if args.use_vllm else self._make_engine()
+        if truncates(args) and not isinstance(
+            self.engine, TransformersEngine
+        ):  # that one measures it, see _take_support
+            warnings.warn(
+                f"sampling is truncated (top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p or 0.0}) and training normalises over "
+                "the whole vocabulary: mismatch and omega read the kept probability mass, below 1 at equal weights; sample the whole "
+                "distribution, or synchronously with the built-in engine and --keep_sampling_mask",
+                stacklevel=2,
+            )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
         self._shares = defaultdict(list)  # and those that are quotients of two counts

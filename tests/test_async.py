@@ -629,6 +629,11 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
     assert threading.active_count() <= before
 
 
+def test_truncated_sampling_that_nothing_measures_is_told(moe, tmp_path, in_process):
+    with pytest.warns(UserWarning, match="top_p 0.7, .* read the kept probability mass"):
+        make_async(tmp_path, moe, top_p=0.7).close()
+
+
 def test_the_clip_may_look_at_the_sampling_weights():
     """--clip_against behaviour: M is decided by pi_theta / mu, by hand in float64."""
     b, masks = planted_batch(0), {}

@@ -401,12 +401,13 @@ def test_drill_a_fault_that_stays_ends_the_run_after_its_retries(tmp_path):
             loss = super()._compute_loss(model, inputs)
             return loss * math.nan if self.state.global_step >= 3 else loss
 
+    (tmp_path / "control.yaml").write_text("learning_rate_scale: 0.8")  # must not undo what a rollback changes
     trainer = make_ours(tmp_path, guard_retries=2, guard_on_rollback=["learning_rate_scale*0.5"], **DRILL)
     trainer.__class__ = Broken
     with pytest.raises(GuardHalt, match=r"after 2 rollbacks \(--guard_retries 2\).*--resume_from_checkpoint"):
         stability.train(trainer)
-    assert len(events(tmp_path, "rollback")) == 2 and trainer._lr_scale == 0.25
-    assert trainer._get_learning_rate() == pytest.approx(0.25 * 1e-3)
+    assert len(events(tmp_path, "rollback")) == 2 and trainer._lr_scale == pytest.approx(0.2)
+    assert trainer._get_learning_rate() == pytest.approx(0.2 * 1e-3)
 
 
 def test_drill_corrupt_checkpoint_falls_back_to_the_one_before(tmp_path):

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,6 +200,13 @@ def test_a_recorded_answer_is_read():
 def test_a_damaged_answer_is_refused(changes, words):
     with pytest.raises(WireError, match=words):
         sampled_tokens(changed(**changes), 8, 32)
+
+
+def test_a_sequence_that_goes_on_after_its_end_is_refused():
+    engine = SimpleNamespace(vocabulary=32, eos=[2], decode_routes=None, needs_routes=False, needs_support=False)
+    choice = changed(token_ids=[17, 2, 9], logprobs=entries((17, -1.0), (2, -1.0), (9, -1.0)), finish_reason="length")
+    with pytest.raises(WireError, match="goes on after its end, token 2"):
+        VLLMEngine._decode(engine, [1], choice, 3, 0)
 
 
 @pytest.mark.parametrize(
