@@ -12,6 +12,8 @@ r"""MiniRL, asynchronous: rollouts made ahead of time, staleness bounded and cor
     --on_push finish|continue|restart    a generation under way when new weights come; versions are kept by token
     --take as_finished           groups are used as they finish; those beyond the bound are dropped or recycled (--stale_groups)
     --routing_replay r3          pi_old and pi_theta use the experts that the engine used, of whatever version
+    --keep_sampling_mask         and the tokens that its top-p, top-k, min-p left over
+    --guard rollback             an alarm also takes back what was sampled ahead since the last good checkpoint
 
 Papers: MiniRL arXiv:2512.01374 (eq. 7, section 3), R3 arXiv:2510.11370; the clip against recomputed weights: decoupled PPO,
 arXiv:2110.00641. paper: only synchronous runs; ours: the same loss, whose weight already has mu of the sampling weights below.
