@@ -32,8 +32,8 @@ def check_options(args):
         raise ValueError(
             f"--optim {args.optim} is not read beside --optim_method {args.optim_method}: remove one of the two"
         )
-    if args.rank_max is not None and args.rank_max < 1:
-        raise ValueError(f"--rank_max {args.rank_max} must be at least 1, or unset")
+    if args.rank_max is not None and not args.rank_max >= args.rank_min:
+        raise ValueError(f"--rank_max {args.rank_max} must be at least {args.rank_min} (--rank_min), or unset")
 
 
 def default_rank(model):

@@ -62,6 +62,9 @@ class MiniRLAsyncConfig(AsyncConfig):
     )
     epsilon: float = field(default=0.2, metadata={"help": "eps_low of the decoupled clip. MiniRL: 0.2"})
     epsilon_high: float | None = field(default=0.27, metadata={"help": "eps_high. MiniRL: 0.27"})
+    scale_rewards: str = field(
+        default="none", metadata={"help": "divide advantages by a deviation: none | group | batch"}
+    )
     is_cap: float = field(default=5.0, metadata={"help": "truncation of omega from above. MiniRL: 5"})
     clip_against: str = field(
         default="proximal",
@@ -78,10 +81,9 @@ class MiniRLAsyncConfig(AsyncConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
-        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
-            raise ValueError(
-                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
-            )
+        for name, default in (("epsilon", 0.2), ("epsilon_high", 0.27)):
+            if self.no_clip and getattr(self, name) != default:
+                raise ValueError(f"--no_clip reads no bounds: remove --{name} {getattr(self, name)}")
         if self.clip_against not in ("proximal", "behaviour"):
             raise ValueError(f"--clip_against {self.clip_against} is unknown: use proximal or behaviour")
         if self.no_is and self.max_staleness:

@@ -59,6 +59,9 @@ class MiniRLConfig(RLVRConfig):
     )
     epsilon: float = field(default=0.2, metadata={"help": "eps_low of the decoupled clip. MiniRL: 0.2"})
     epsilon_high: float | None = field(default=0.27, metadata={"help": "eps_high. MiniRL: 0.27"})
+    scale_rewards: str = field(
+        default="none", metadata={"help": "divide advantages by a deviation: none | group | batch"}
+    )
     is_cap: float = field(default=5.0, metadata={"help": "truncation of omega from above. MiniRL: 5"})
     no_is: bool = field(default=False, metadata={"help": "ablation: weight r instead of omega"})
     no_clip: bool = field(default=False, metadata={"help": "ablation: M = 1 everywhere"})
@@ -71,10 +74,9 @@ class MiniRLConfig(RLVRConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
-        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
-            raise ValueError(
-                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
-            )
+        for name, default in (("epsilon", 0.2), ("epsilon_high", 0.27)):
+            if self.no_clip and getattr(self, name) != default:
+                raise ValueError(f"--no_clip reads no bounds: remove --{name} {getattr(self, name)}")
         if not self.is_cap > 0:
             raise ValueError(f"--is_cap {self.is_cap} must be above 0")
         super().__post_init__()
