@@ -110,4 +110,4 @@ def test_the_evidence_scripts_account_for_every_group(server, tmp_path):
     assert measured["updates"] == 3 and measured["pushes"] == 2 and measured["mismatch"]["k3"][1] < 1e-6
     what, *drilled = faults.DRILLS["half"]
     cells = faults.row(what, faults.drill(server, tmp_path / "half", *drilled), tmp_path / "half")
-    assert int(cells[2]) > 5 and cells[4] == "72 = 64 + 0 + 8" and cells[5] == "0" and "LOST" not in cells[4], cells
+    assert int(cells[2]) > 5 and cells[4] == "28 = 24 + 0 + 4" and cells[5] == "0" and "LOST" not in cells[4], cells

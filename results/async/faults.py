@@ -34,16 +34,17 @@ from real_vllm import RealServer  # noqa: E402
 
 from rlvr_report import read_metrics  # noqa: E402
 
-STEPS = 8
+STEPS = 6
+PROMPTS = 4  # a sampling
 RUN = (
     f"{{recipe}} --engine vllm --rollout_dtype float32 --model_name_or_path tiny --dataset tiny --exact_answers true "
     f"--routing_replay none --num_minibatches 1 --gradloc off --max_steps {STEPS} --warmup_steps 0 --learning_rate 1e-4 "
-    "--num_generations 8 --per_device_train_batch_size 64 --max_completion_length 48 --gradient_checkpointing false --vllm_restart_s 1800"
+    "--num_generations 8 --per_device_train_batch_size 32 --max_completion_length 48 --gradient_checkpointing false --vllm_restart_s 1800"
 )
 SYNC = RUN.format(recipe="recipes/minirl_sync.py")
 AHEAD = RUN.format(recipe="recipes/minirl_async_r3.py") + " --max_staleness 1"
 HALT_S = 40  # longer than --vllm_timeout_s 8 and the pauses between a few attempts
-AT = 4  # the sampling, or the weights, at which a fault strikes
+AT = 3  # the sampling, or the weights, at which a fault strikes
 GENERATE = "/inference/v1/generate"
 
 # ---- what a proxy does to answers
@@ -152,7 +153,7 @@ def garbage_for_good():
     def rule(path):
         nonlocal asked
         asked += path == GENERATE
-        return html if path == GENERATE and asked > 8 * AT else None  # 8 prompts a sampling
+        return html if path == GENERATE and asked > PROMPTS * AT else None
 
     return rule
 
@@ -207,7 +208,7 @@ DRILLS = {
     # name: (what, options, what happens to the server, at the start of what, rule of the proxy)
     "calm": ("nothing", AHEAD, None, None, None),
     "garbage": ("every third answer is garbage, of six kinds", AHEAD, None, None, some_garbage),
-    "garbage for good": ("from the fourth sampling on every answer is garbage", AHEAD, None, None, garbage_for_good),
+    "garbage for good": ("from the third sampling on every answer is garbage", AHEAD, None, None, garbage_for_good),
     "half": ("half of the samples are lost on the way back", AHEAD, None, None, lambda: half_lost(False)),
     "half of all": (
         "half of all answers are lost on the way back, those to pushes too", SYNC, None, None, lambda: half_lost(True),
@@ -322,7 +323,7 @@ def main():
     (out / "faults.md").write_text(
         "# Fault drill on a real vLLM server\n\n"
         "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/faults.py`: the dense tiny model on vLLM's CPU build, "
-        f"{STEPS} updates of 8 prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where the fault is in a "
+        f"{STEPS} updates of {PROMPTS} prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where the fault is in a "
         f"push that is killed, the computing process, or all answers); the fault strikes at sampling or push {AT}. A group is trained "
         "when all of its samples reached the loss of an update; each trained sequence is matched with the random stream that gave it, "
         "and *trained twice* counts those that find none.\n\n" + "\n".join(lines) + "\n"
