@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -261,15 +262,15 @@ def drill(server, folder, options, disturb, word, rule):
 
 
 def shorten(sentence):
-    """Without folders, ports and numbers of the moment."""
-    return " ".join(sentence.split())
+    """Equal for failures of one kind: without the numbers and the contents of the moment."""
+    return re.sub(r"\b\d+\b", "N", re.sub(r"answers no JSON.*", "answers no JSON", " ".join(sentence.split())))[:110]
 
 
 def row(what, audits, folder):
     groups, seen = account(*audits), {}
     for audit in audits:
         for sentence, times in audit["failed"].items():
-            seen[shorten(sentence)[:110]] = seen.get(shorten(sentence)[:110], 0) + times
+            seen[shorten(sentence)] = seen.get(shorten(sentence), 0) + times
     steps = [r["step"] for r in read_metrics(folder / "run" / "metrics.jsonl") if "grad_norm" in r]
     stopped = [audit["error"] for audit in audits if audit["error"]]
     whole = steps == list(range(1, STEPS + 1))
@@ -289,6 +290,19 @@ HEAD = (
     "fault", "seen by the engine", "requests sent again", "weights pushed again", "groups asked = trained + stale + buffered",
     "trained twice", "the run",
 )  # fmt: skip
+
+
+def write(rows, folder):
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *(rows[name] for name in DRILLS if name in rows))]
+    lines.insert(1, "|" + "---|" * len(HEAD))
+    (folder / "faults.md").write_text(
+        "# Fault drill on a real vLLM server\n\n"
+        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/faults.py`: the dense tiny model on vLLM's CPU build, "
+        f"{STEPS} updates of {PROMPTS} prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where a push "
+        f"is killed, the computing process, or all answers are hit). The fault strikes at sampling or push {AT}. A group is trained "
+        "when all of its samples reached the loss of an update; each trained sequence is matched with the random stream that gave "
+        "it, and *trained twice* counts those that find none. N: a number.\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def main():
@@ -318,16 +332,7 @@ def main():
                 rows[name] = row(what, drill(server, folder, *drilled), folder)
                 print("| " + " | ".join(rows[name]) + " |", flush=True)
                 path.write_text(json.dumps(rows, indent=1) + "\n")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *(rows[n] for n in DRILLS if n in rows))]
-    lines.insert(1, "|" + "---|" * len(HEAD))
-    (out / "faults.md").write_text(
-        "# Fault drill on a real vLLM server\n\n"
-        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/faults.py`: the dense tiny model on vLLM's CPU build, "
-        f"{STEPS} updates of {PROMPTS} prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where the fault is in a "
-        f"push that is killed, the computing process, or all answers); the fault strikes at sampling or push {AT}. A group is trained "
-        "when all of its samples reached the loss of an update; each trained sequence is matched with the random stream that gave it, "
-        "and *trained twice* counts those that find none.\n\n" + "\n".join(lines) + "\n"
-    )
+    write(rows, out)
 
 
 if __name__ == "__main__":
