@@ -277,17 +277,17 @@ def row(what, audits, folder):
     outcome = f"all {STEPS} updates" if whole else f"{len(steps)} of {STEPS} updates"
     if stopped:
         outcome = f'stopped: "{stopped[0]}"' + (f"; resumed: {outcome}" if len(audits) > 1 else "")
-    lost = groups["asked"] - groups["trained"] - groups["stale"] - groups["left"]
+    lost = groups["asked"] - groups["trained"] - groups["stale"] - groups["open"]
     detected = "; ".join(f"{times} x {s}" for s, times in sorted(seen.items(), key=lambda x: -x[1])[:6]) or "-"
     return [
         what, detected, f"{sum(a['retries'] for a in audits)}", f"{sum(a['restarts'] for a in audits)}",
-        f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['left']}" + (f", LOST {lost:g}" if lost else ""),
+        f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['open']}" + (f", LOST {lost:g}" if lost else ""),
         f"{groups['twice']}", outcome,
     ]  # fmt: skip
 
 
 HEAD = (
-    "fault", "seen by the engine", "requests sent again", "weights pushed again", "groups asked = trained + stale + buffered",
+    "fault", "seen by the engine", "requests sent again", "weights pushed again", "groups asked = trained + stale + not used yet",
     "trained twice", "the run",
 )  # fmt: skip
 
