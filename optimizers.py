@@ -73,7 +73,9 @@ def make_optimizer(model, args):
     if args.optim_method == "rmsprop":
         return torch.optim.RMSprop(groups, lr=lr, momentum=args.momentum or 0.0)
     stack = next((name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 2), None)
-    if stack is not None:  # the package's Muon would flatten all experts into one matrix, its GaLore leave them to Adam
+    if (
+        stack is not None
+    ):  # the package's Muon would flatten all experts into one matrix, its GaLore leave them to Adam
         raise ValueError(
             f"--optim_method {args.optim_method} is defined for matrices, and {stack} is a stack of experts: use ares or adamw"
         )
