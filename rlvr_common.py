@@ -371,7 +371,7 @@ RANGES = {
     "a whole number from 128 up (SymPy alone needs 70)": (lambda x: x >= 128 and x == int(x), "verifier_memory_mb"),
     "above 0": (
         lambda x: x > 0,
-        "num_train_epochs save_steps logging_steps vllm_timeout_s verifier_timeout_s gradloc_tau guard_max_age_h guard_disk_gb "
+        "num_train_epochs save_steps logging_steps vllm_timeout_s verifier_timeout_s guard_max_age_h guard_disk_gb "
         "galore_scale",
     ),
     "0 or more": (
@@ -590,9 +590,9 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
             )
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"--temperature {self.temperature}: training needs a value above 0, greedy samples are all equal"
+                f"--temperature {self.temperature}: training needs a finite value above 0, greedy samples are all equal"
             )
         if self.eval_samples < 1 or self.eval_problems < 1:
             raise ValueError(

@@ -265,12 +265,10 @@ def one_sentence():
     except (ValueError, FileNotFoundError) as error:
         unclaim()
         sys.exit(f"error: {error}")
-    except (
-        OSError
-    ) as error:  # transformers, of a model that is neither here nor on a hub that can be reached; several lines
+    except OSError as error:
         if error.errno is not None:
             raise
-        unclaim()
+        unclaim()  # transformers: a model that is neither here nor on a hub that can be reached; several lines
         what = str(error).strip().splitlines()[0]
         sys.exit(
             f"error: {what} (--model_name_or_path takes {MODEL_NAMES}; without a network only what is on this disk)"

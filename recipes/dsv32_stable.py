@@ -106,14 +106,14 @@ class RLStability:
         for part, values in tree.items():
             if part not in CHECKS or not isinstance(values, dict):
                 raise ValueError(
-                    f"--rl_stability.{part}: nobody reads it as it is{_near(part, CHECKS)}; use {', '.join(CHECKS)} with keys of "
-                    "their own"
+                    f"--rl_stability.{part}: nobody reads it as it is; use {', '.join(CHECKS)} with keys of their own"
+                    f"{_near(part, CHECKS)}"
                 )
             target = getattr(block, part)
             for name, value in values.items():
                 if name not in CHECKS[part]:
                     raise ValueError(
-                        f"--rl_stability.{part}.{name}: nobody reads it{_near(name, CHECKS[part])}; use {', '.join(CHECKS[part])}"
+                        f"--rl_stability.{part}.{name}: nobody reads it; use {', '.join(CHECKS[part])}{_near(name, CHECKS[part])}"
                     )
                 try:
                     setattr(target, name, CHECKS[part][name](value))
@@ -124,7 +124,7 @@ class RLStability:
 
 def _near(word, known):
     near = difflib.get_close_matches(str(word), known, 1)
-    return f", did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near and near[0] != word else ""
 
 
 def _as_yaml(flag, text):
