@@ -871,23 +871,25 @@ def recorded_run(folder, steps, every=1, **values):
 
 def test_acceptance_says_nothing_about_the_course_of_a_run_of_two_steps(tmp_path):
     short, long = recorded_run(tmp_path / "short", 2), recorded_run(tmp_path / "long", 60, every=10)
-    verdicts = {line.text: (line.verdict, after.verdict) for line, after in zip(checklist(short), checklist(long), strict=True)}
+    pairs = zip(checklist(short), checklist(long), strict=True)
+    verdicts = {before.text: (before.verdict, after.verdict) for before, after in pairs}
     for text in (
         "Numerical stability: no explosion, no run stopped by a spike", "Metrics: smooth gradient norm",
         "Scalability: compute grows without stability regressions", "Resources: steady use, storage growth as expected",
         "Metrics: stable mask ratio", "Logs: no explosion alert, no NaN or Inf, no filter exception",
     ):  # fmt: skip
         assert verdicts[text] == ("too short", "pass"), text
-    assert not any("pass" == before and "course" in after for before, after in verdicts.values())
     assert verdicts["Periodic checkpoints; return to a stable version"] == ("pass", "pass")
     for text in ("Rollback rehearsed", "Custom losses and sample filters", "Each mechanism behind its own switch"):
         assert verdicts[text] == ("by construction", "by construction"), text
-    summaries = [write_acceptance(short), write_acceptance(long)]
-    for summary, steps in zip(summaries, (2, 60), strict=True):
-        assert summary.startswith(f"acceptance after {steps} steps: ") and " 0 too short" in summary or steps == 2
-    for summary, folder in zip(summaries, (short, long), strict=True):
-        counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)[,( ]", summary.splitlines()[0].split(": ")[1] + ",")}
-        assert sum(counts.values()) == len(checklist(folder))
+    for folder, steps in ((short, 2), (long, 60)):
+        found = re.match(
+            rf"acceptance after {steps} steps: (\d+) measured and passed, (\d+) fail, (\d+) too short, (\d+) by construction, "
+            r"(\d+) off, (\d+) operator \(",
+            write_acceptance(folder),
+        )
+        counts = [int(n) for n in found.groups()]
+        assert sum(counts) == len(checklist(folder)) and (counts[2] == 0) == (folder == long) and counts[3] >= 9
     bad = {line.text: line.verdict for line in checklist(recorded_run(tmp_path / "bad", 2, grad_norm="nan"))}
     assert bad["Numerical stability: no explosion, no run stopped by a spike"] == "fail"  # a short run can fail
 
