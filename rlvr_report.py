@@ -175,7 +175,8 @@ class RunReport(TrainerCallback):
         record = {"step": state.global_step, **{k: v for k, v in logs.items() if k != "total_flos"}}
         self.write(record)
         for pattern, short in SHOWN.items():
-            self.latest |= {short: f"{record[name]:.3g}" for name in shown(record, pattern)}
+            for name in shown(record, pattern):
+                self.latest[short] = f"{record[name]:.3g}"
         self.bar.set_postfix(self.latest, refresh=False)
         self.unprinted.append(record)
         every = max(1, state.max_steps // self.lines)
