@@ -504,8 +504,11 @@ class RLVRConfig(GRPOConfig):
         default=0,
         metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
     )
-    spectral_top: int = field(
-        default=32, metadata={"help": "directions of spectral/top_share. The article: 32, of 1,024 to 2,048"}
+    spectral_top: int | None = field(
+        default=None,
+        metadata={
+            "help": "directions of spectral/top_share; unset = 32, or a 32nd of the smallest side in a layer. The article: 32"
+        },
     )
     # launch
     expect_processes: int | None = field(
@@ -590,7 +593,7 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
         if self.spectral_every < 0:
             raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
-        if self.spectral_top < 1:
+        if self.spectral_top is not None and self.spectral_top < 1:
             raise ValueError(f"--spectral_top {self.spectral_top} must be at least 1")
         self._refuse_without("spectral", not self.spectral_every, "--spectral_every 10")
         if self.routing_replay not in ("none", "r2", "r3"):
