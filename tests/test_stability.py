@@ -861,7 +861,14 @@ def test_acceptance_does_not_hold_a_rolled_back_step_against_the_run(tmp_path):
 
 def recorded_run(folder, steps, every=1, **values):
     """A run's files, without the run."""
-    metrics = {"grad_norm": 0.5, "reward": 0.5, "mismatch/mean": 1.0, "ratio/p99": 1.0, "minirl/masked_frac": 0.1}
+    metrics = {
+        "grad_norm": 0.5,
+        "reward": 0.5,
+        "mismatch/mean": 1.0,
+        "ratio/p99": 1.0,
+        "minirl/masked_frac": 0.1,
+        "step_time": 1.0,
+    }
     folder.mkdir()
     lines = [json.dumps({"step": step} | metrics | values) for step in range(every, steps + 1, every)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -870,7 +877,7 @@ def recorded_run(folder, steps, every=1, **values):
 
 
 def test_acceptance_says_nothing_about_the_course_of_a_run_of_two_steps(tmp_path):
-    short, long = recorded_run(tmp_path / "short", 2), recorded_run(tmp_path / "long", 60, every=10)
+    short, long = recorded_run(tmp_path / "short", 2), recorded_run(tmp_path / "long", 60, every=5)
     pairs = zip(checklist(short), checklist(long), strict=True)
     verdicts = {before.text: (before.verdict, after.verdict) for before, after in pairs}
     for text in (
@@ -890,6 +897,7 @@ def test_acceptance_says_nothing_about_the_course_of_a_run_of_two_steps(tmp_path
         )
         counts = [int(n) for n in found.groups()]
         assert sum(counts) == len(checklist(folder)) and (counts[2] == 0) == (folder == long) and counts[3] >= 9
+    assert verdicts["Data: routing and mask fields complete"] == ("off", "off")
     bad = {line.text: line.verdict for line in checklist(recorded_run(tmp_path / "bad", 2, grad_norm="nan"))}
     assert bad["Numerical stability: no explosion, no run stopped by a spike"] == "fail"  # a short run can fail
 
