@@ -740,7 +740,8 @@ class StabilityGuard(TrainerCallback):
         self.names |= names
         if "reward" not in self.names:  # resumed between two samplings
             return
-        known, rules, self.unmatched = glossary() - set(UNWATCHED), self.unmatched, []
+        ours = {rule.metric for rule in make_rules() if "*" not in rule.metric}  # guard/reward_share is in no log
+        known, rules, self.unmatched = (glossary() | ours) - set(UNWATCHED), self.unmatched, []
         for sentence, mistake in filter(None, (unseen(rule, self.names, known) for rule in rules)):
             if mistake:
                 raise GuardHalt(sentence)

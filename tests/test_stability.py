@@ -114,13 +114,15 @@ def test_a_metric_that_may_still_come_is_no_mistake(metric):
 
 
 def test_a_run_stops_at_a_misspelt_metric_and_at_no_other(tmp_path):
-    trainer = make_ours(tmp_path, guard="warn", guard_bounds=["kl>1:warn", "grad_norm>1e9:warn"], max_steps=2)
+    bounds = ["kl>1:warn", "grad_norm>1e9:warn", "guard/reward_share<0.5:warn"]
+    trainer = make_ours(tmp_path, guard="warn", guard_bounds=bounds, max_steps=2)
     guard, told = trainer.guard, []
     guard._tell = lambda level, text, **fields: told.append((level, text))
     guard._check_names({"grad_norm", "entropy"})  # a step between two samplings
-    assert told == [] and len(guard.unmatched) == 2
+    assert told == [] and len(guard.unmatched) == 3
     guard._check_names({"reward"})
-    assert [level for level, _ in told] == ["info"] and "no kl so far" in told[0][1] and guard.unmatched == []
+    assert [level for level, _ in told] == ["info", "info"] and guard.unmatched == []
+    assert "no kl so far" in told[0][1] and "no guard/reward_share so far" in told[1][1]
     guard.unmatched = [parse_rule("entropi<0.1x:warn")]
     with pytest.raises(GuardHalt, match=r"--guard_bounds entropi<0.1x:warn: .*did you mean entropy\?"):
         guard._check_names({"reward"})
