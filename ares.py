@@ -2,7 +2,8 @@
 
 For every weight matrix W (m, n) with gradient G:
 
-    1  U, S, V  leading singular triplets of G by randomized block power iteration, warm-started with the last V
+    1  U, S, V  leading singular triplets of G by randomized block power iteration: Q <- orth(G^T G [last V, random columns]),
+                then Rayleigh-Ritz on Q: G Q = U S W^T, V = Q W
     2  r_hat  = exp(- sum_i p_i ln p_i),   p_i = S_i^2 / sum_{j <= rank_max} S_j^2          in [1, rank_max]
     3  r_bar <- rank_ema r_bar + (1 - rank_ema) r_hat;   r = clip(round(r_bar), rank_min, rank_max)
     4  G_hat  = U_r S_r V_r^T
@@ -23,8 +24,8 @@ copy in the state: at a learning rate of 1e-6 the update is far below their spac
 A copy rather than stochastic rounding: exact, the same on every rank, and it resumes bit for bit; it costs 4 bytes a parameter.
 
 Sharding: under DDP every rank does the same. Under FSDP2 (DTensor, split along the first dimension) G stays where it is: products are
-local, and what travels is the factor G^T P, (n, rank_max + oversample), and small Gram matrices. Expert stacks (E, m, n) are split by
-expert and need nothing. Nothing gathers a matrix.
+local, and what travels is the factor G^T G Q, (n, rank_max + oversample), and small Gram matrices. Expert stacks (E, m, n) are split
+by expert and need nothing. Nothing gathers a matrix.
 """
 
 import functools
@@ -91,8 +92,11 @@ def block_power_iteration(grad, rank, iters=2, oversample=8, basis=None, seed=0)
     grad = _work(grad)
     m, n = grad.shape[-2:]
     rank, columns = min(rank, m, n), min(rank + oversample, m, n)
-    left, right = _by_householder(grad, _start(basis, n, columns, oversample, seed, grad), iters, None)
-    right, corner = torch.linalg.qr(right)
+    right = _start(basis, n, columns, oversample, seed, grad)
+    for _ in range(iters):
+        right = torch.linalg.qr(_multiplied(grad, right)).Q
+    left = torch.linalg.qr(grad @ right).Q
+    right, corner = torch.linalg.qr((left.mT @ grad).mT)
     u, s, vh = torch.linalg.svd(corner.mT)  # P^T grad = corner^T right^T
     return (left @ u)[..., :rank], s[..., :rank], (right @ vh.mT)[..., :rank]
 
@@ -106,24 +110,12 @@ def _start(basis, n, columns, oversample, seed, like):
     return torch.cat([kept, fresh.expand(*kept.shape[:-2], *fresh.shape)], -1)
 
 
-def _by_householder(grad, start, iters, group):
-    """-> (P (..., m, q), grad^T P (..., n, q)), P orthonormal. `group`: the processes with the other rows of grad and P, or None."""
-    right = start
-    for _ in range(iters):
-        right = torch.linalg.qr(_back(_forth(grad, right, group), grad, group)).Q
-    left = _householder_qr(grad @ right, group)
-    return left, _back(left, grad, group)
-
-
-def _forth(grad, right, group):
-    """grad @ right (..., m, q) with columns of norm 1: against under- and overflow, and enough to keep them apart for half an iteration."""
-    left = grad @ right
-    return left / _divisor(_sum(left.square().sum(-2, keepdim=True), group).sqrt())
-
-
-def _back(left, grad, group):
-    """grad^T @ left, (..., n, q), as the transpose of the faster product."""
-    return _sum(left.mT @ grad, group).mT
+def _multiplied(grad, right, group=None):
+    """grad^T grad @ right, (..., n, q), up to a factor for each column. `group`: the processes that hold the other rows of grad."""
+    left = grad @ right  # (..., m, q)
+    # columns of norm 1 are enough for half an iteration to keep them apart, and against under- and overflow
+    left = left / _divisor(_sum(left.square().sum(-2, keepdim=True), group).sqrt())
+    return _sum(left.mT @ grad, group).mT  # in this order: the faster product
 
 
 def _divisor(norms):
@@ -134,20 +126,6 @@ def _sum(x, group):
     if group is not None:
         dist.all_reduce(x, group=group)
     return x
-
-
-def _householder_qr(x, group):
-    """Orthonormal columns for any x (..., rows, q). Rows spread over `group`: QR of the stacked small factors of all ranks."""
-    if group is None:
-        return torch.linalg.qr(x).Q
-    missing = x.shape[-1] - x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, max(missing, 0)))  # a shard can have fewer rows than columns
-    own, corner = torch.linalg.qr(padded)
-    corners = [torch.empty_like(corner) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(corners, corner.contiguous(), group=group)
-    joint = torch.linalg.qr(torch.cat(corners, -2)).Q
-    rank, q = dist.get_rank(group), x.shape[-1]
-    return (own @ joint[..., rank * q : (rank + 1) * q, :])[..., : x.shape[-2], :]
 
 
 def _cholesky_factors(grams, loose):
@@ -238,7 +216,8 @@ class Ares(torch.optim.Optimizer):
                       stack (E, m, n) as E matrices.
     rank_max, rank_min     limits of the rank; a matrix smaller than rank_max has its own size as limit
     rank_ema          weight of the past in the rank; 0 = no smoothing
-    power_iters       power iterations a step beside the Rayleigh-Ritz one; one more on a matrix's first step
+    power_iters       power iterations a step, two products with the gradient each (Rayleigh-Ritz and G_hat are one more each); one
+                      more on a matrix's first step
     oversample        random columns drawn anew each step
     step              "literal": Adam's direction as it is; "projected": projected onto the current r directions on both sides
     rank_mode         "dynamic", or "fixed": r = rank_max
@@ -621,20 +600,23 @@ class _Bucket:
         """() bool: a factorisation failed, or something is not finite."""
         return ~self.core.isfinite().all() | (torch.cat(self.status) != 0).any()
 
-    def finish_sketch(self, left, mix):
-        """Keep X = left (..., m, q) and T = mix (..., q, q) with P = X T orthonormal, G^T X, and the core P^T G G^T P in float64.
+    def finish_sketch(self, right, mix):
+        """Keep X = right (..., n, q) and T = mix (..., q, q) with Q = X T orthonormal, G X, and the core (G Q)^T G Q in float64.
 
         From its eigenvalues to G's singular triplets see `_rayleigh_ritz`. Squaring in float64 loses nothing that float32 held.
         """
-        self.left, self.mix = left, mix
-        self.right = _back(left, self.grad, self.rows)  # (..., n, q)
-        wide, mix = self.right.to(_wide(left.device)), mix.to(_wide(left.device))
-        self.core = mix.mT @ (wide.mT @ wide) @ mix  # (..., q, q)
+        self.right, self.mix = right, mix
+        self.left = self.grad @ right  # (..., m, q)
+        wide, mix = self.left.to(_wide(right.device)), mix.to(_wide(right.device))
+        self.core = mix.mT @ _sum(wide.mT @ wide, self.rows) @ mix  # (..., q, q)
 
     def sketch_by_householder(self):
-        left, _ = _by_householder(self.grad, self.start(), self.turns, self.rows)
-        identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-        self.finish_sketch(left, identity.expand(*left.shape[:-2], *identity.shape))
+        right = self.start()
+        for _ in range(self.turns):
+            right = torch.linalg.qr(_multiplied(self.grad, right, self.rows)).Q
+        right = torch.linalg.qr(right).Q
+        identity = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+        self.finish_sketch(right, identity.expand(*right.shape[:-2], *identity.shape))
 
     def update(self):
         """Rank, truncation, Adam, weights. Needs `values`, `vectors` and `estimate` from `_rayleigh_ritz`."""
@@ -642,17 +624,17 @@ class _Bucket:
         basis = [_own(m.state["basis"]) for m in members]
         k = basis[0].shape[-1]
         values, inner = self.values[..., :k], self.mix @ self.vectors[..., :k]  # (..., k), (..., q, k)
-        u, scaled = self.left @ inner, self.right @ inner  # (..., m, k), and V S: (..., n, k)
-        keep = torch.arange(k, device=u.device) < self._ranks(k).unsqueeze(-1)  # (..., k)
-        v = scaled / torch.where(values > 0, values, math.inf).unsqueeze(-2)
+        scaled, v = self.left @ inner, self.right @ inner  # U S: (..., m, k), and V: (..., n, k)
+        keep = (torch.arange(k, device=v.device) < self._ranks(k).unsqueeze(-1)).unsqueeze(-2)  # (..., 1, k)
         for i, old in enumerate(basis):
             old.copy_(v if self.single else v[i])
-        truncated = (u * keep.unsqueeze(-2)) @ scaled.mT  # (..., m, n): G_hat
+        truncated = scaled @ (v * keep).mT  # (..., m, n): G_hat
         parts = [truncated] if self.single else list(truncated.unbind())
         if group["step"] == "literal":
             _adamw(members, parts)
         else:
-            self._projected(truncated, parts, u * keep.unsqueeze(-2), v * keep.unsqueeze(-2))
+            u = scaled * keep / torch.where(values > 0, values, math.inf).unsqueeze(-2)
+            self._projected(truncated, parts, u, v * keep)
 
     def _ranks(self, limit):
         """Update the smoothed ranks, return the ranks in force, at most `limit`: (...) whole numbers as floats."""
@@ -691,34 +673,27 @@ def _sketch(buckets):
     """`finish_sketch` of all buckets. Large products one by one, what is small for all in one call. No state changes."""
     rights = [bucket.start() for bucket in buckets]
 
-    def factors(some, grams, loose):
+    def orthonormalise(places, loose):
+        grams = [rights[i].mT @ rights[i] for i in places]
         found, status = _cholesky_factors(grams, loose)
-        for bucket, code in zip(some, status, strict=True):
-            bucket.status.append(code)
+        for i, code in zip(places, status, strict=True):
+            buckets[i].status.append(code)
         return found
 
     for turn in range(max((bucket.turns for bucket in buckets), default=0)):
         some = [i for i, bucket in enumerate(buckets) if turn < bucket.turns]
         for i in some:
-            grad, rows = buckets[i].grad, buckets[i].rows
-            rights[i] = _back(_forth(grad, rights[i], rows), grad, rows)
-        grams = [rights[i].mT @ rights[i] for i in some]
-        for i, factor in zip(some, factors([buckets[i] for i in some], grams, loose=True), strict=True):
+            rights[i] = _multiplied(buckets[i].grad, rights[i], buckets[i].rows)
+        for i, factor in zip(some, orthonormalise(some, loose=True), strict=True):
             rights[i] = rights[i] @ factor
-    lefts = [bucket.grad @ right for bucket, right in zip(buckets, rights, strict=True)]
-    for loose in (True, False):
-        grams = [_sum(left.mT @ left, bucket.rows) for bucket, left in zip(buckets, lefts, strict=True)]
-        mixes = factors(buckets, grams, loose)
-        if loose:
-            lefts = [left @ mix for left, mix in zip(lefts, mixes, strict=True)]
-    for bucket, left, mix in zip(buckets, lefts, mixes, strict=True):
-        bucket.finish_sketch(left, mix)
+    for bucket, right, mix in zip(buckets, rights, orthonormalise(range(len(buckets)), loose=False), strict=True):
+        bucket.finish_sketch(right, mix)
 
 
 def _rayleigh_ritz(buckets):
     """`values` (..., q) falling, `vectors` (..., q, q) and `estimate` (...) of all buckets, in one call for each size.
 
-    Of core = P^T G G^T P = W S^2 W^T; then G's triplets are P W, S, G^T P W / S. `estimate` is the entropy rank of the leading ones.
+    Of core = (G Q)^T G Q = W S^2 W^T; then G's triplets are G Q W / S, S, Q W. `estimate` is the entropy rank of the leading ones.
     """
     equal = defaultdict(list)
     for bucket in buckets:

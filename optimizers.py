@@ -32,8 +32,8 @@ def check_options(args):
         raise ValueError(
             f"--optim {args.optim} is not read beside --optim_method {args.optim_method}: remove one of the two"
         )
-    if args.rank_max is not None and args.rank_max < 1:
-        raise ValueError(f"--rank_max {args.rank_max} must be at least 1, or unset")
+    if args.rank_max is not None and not args.rank_max >= args.rank_min:
+        raise ValueError(f"--rank_max {args.rank_max} must be at least {args.rank_min} (--rank_min), or unset")
 
 
 def default_rank(model):
@@ -72,6 +72,13 @@ def make_optimizer(model, args):
         return torch.optim.SGD(groups, lr=lr, momentum=0.9 if args.momentum is None else args.momentum)
     if args.optim_method == "rmsprop":
         return torch.optim.RMSprop(groups, lr=lr, momentum=args.momentum or 0.0)
+    stack = next((name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 2), None)
+    if (
+        stack is not None
+    ):  # the package's Muon would flatten all experts into one matrix, its GaLore leave them to Adam
+        raise ValueError(
+            f"--optim_method {args.optim_method} is defined for matrices, and {stack} is a stack of experts: use ares or adamw"
+        )
     import pytorch_optimizer  # a second of start-up that other runs are spared
     from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 

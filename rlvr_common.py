@@ -43,8 +43,16 @@ from gradloc import GradLoc
 from gradloc_methods import replayed_rng, rng_state
 from gradloc_trainer import Attachment
 from optimizers import OPTIMIZERS, check_options, make_optimizer
-from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
-from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
+from rlvr_data import PROMPT_STYLES, load_math_rows, load_math_rows_report
+from rlvr_launch import (
+    batch_line,
+    check_batch,
+    check_distributed,
+    check_ranges,
+    derive_accumulation,
+    pick_device_and_precision,
+    say,
+)
 from rlvr_report import RunReport, table
 from rollout import ROLLOUT_DTYPES, TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
@@ -331,8 +339,9 @@ def refuse_unused(args, honoured):
     for name in sorted((LOSS_FLAGS - set(honoured)) | (set() if args.use_vllm else SAMPLER_FLAGS)):
         if getattr(args, name) != defaults[name]:
             hint = f" ({HINTS[name]})" if name in HINTS else ""
+            default = "" if name == "loss_type" else f", default is {defaults[name]}"
             raise ValueError(
-                f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it, default is {defaults[name]}"
+                f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it{default}"
             )
 
 
@@ -342,6 +351,43 @@ def truncates(args):
 
 
 # --- configuration shared by all recipes ------------------------------------------------------------------------------
+
+# What a number may be: {words: (test, options)}. Ranges that depend on another option are in __post_init__.
+RANGES = {
+    "a whole number from 1 up": (
+        lambda x: x >= 1 and x == int(x),
+        "gradient_accumulation_steps max_completion_length save_total_limit num_iterations dataset_limit max_prompt_tokens "
+        "vllm_concurrency rollout_batch_size verifier_workers guard_k guard_save_every rank_min power_iters galore_gap spectral_top "
+        "expect_processes",
+    ),
+    "a whole number from 0 up": (
+        lambda x: x >= 0 and x == int(x),
+        "seed top_k eval_every gradloc_every gradloc_cooldown guard_retries spectral_every",
+    ),
+    "a whole number from 1 up, or -1 for --num_train_epochs": (
+        lambda x: x == -1 or x >= 1 and x == int(x),
+        "max_steps",
+    ),
+    "a whole number from 128 up (SymPy alone needs 70)": (lambda x: x >= 128 and x == int(x), "verifier_memory_mb"),
+    "above 0": (
+        lambda x: x > 0,
+        "num_train_epochs save_steps logging_steps vllm_timeout_s verifier_timeout_s gradloc_tau guard_max_age_h guard_disk_gb "
+        "galore_scale",
+    ),
+    "0 or more": (
+        lambda x: x >= 0,
+        "learning_rate warmup_steps max_grad_norm weight_decay beta epsilon epsilon_high vllm_restart_s",
+    ),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p"),
+    "in [0, 1]": (lambda x: 0 <= x <= 1, "min_p"),
+    "in [0, 1)": (lambda x: 0 <= x < 1, "rank_ema momentum layer_clip_beta"),
+}
+CHOICES = {
+    "prompt_style": (None, *PROMPT_STYLES),
+    "ares_step": ("literal", "projected"),
+    "rank_mode": ("dynamic", "fixed"),
+    "expect_distributed": (None, "no", "ddp", "fsdp", "fsdp2", "deepspeed"),
+}
 
 
 @dataclass
@@ -353,6 +399,10 @@ class RLVRConfig(GRPOConfig):
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
     vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
     loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "False lets dropout (LoRA's too) move each pass: ratios differ at equal weights"},
+    )
     logging_steps: float = field(default=1, metadata={"help": "optimizer steps between two lines of metrics.jsonl"})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
 
@@ -519,6 +569,11 @@ class RLVRConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        check_ranges(self, RANGES)
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                words = ", ".join(x for x in known if x is not None)
+                raise ValueError(f"--{name} {getattr(self, name)} is unknown: use one of {words}")
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
@@ -527,8 +582,6 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--engine {self.engine} is unknown: use transformers or vllm")
         if self.vllm_transfer not in ("disk", "nccl"):
             raise ValueError(f"--vllm_transfer {self.vllm_transfer} is unknown: use disk or nccl")
-        if self.vllm_concurrency < 1:
-            raise ValueError(f"--vllm_concurrency {self.vllm_concurrency} must be at least 1")
         if self.engine == "vllm" and self.use_vllm:
             raise ValueError("--engine vllm and --use_vllm are two ways to a vLLM server, ours and TRL's: give one")
         if self.engine == "vllm" and self.rollout_dtype != "float32":
@@ -556,21 +609,12 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 "--gradloc_trigger paper needs --gradloc_tau, the norm a typical token may reach (GradLoc script: 640)"
             )
-        if self.gradloc_every < 0:
-            raise ValueError(f"--gradloc_every {self.gradloc_every} must be 0 (spikes only) or a number of steps")
-        if self.gradloc_cooldown < 0:
-            raise ValueError(f"--gradloc_cooldown {self.gradloc_cooldown} must be 0 or more steps")
         if not self.gradloc_factor > 1:
             raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         if self.guard not in stability.MODES:
             raise ValueError(f"--guard {self.guard} is unknown: use off, warn, halt or rollback")
-        if self.guard_k < 1 or self.guard_retries < 0 or (self.guard_save_every or 1) < 1:
-            raise ValueError(
-                f"--guard_k {self.guard_k} --guard_retries {self.guard_retries} --guard_save_every {self.guard_save_every}: need at "
-                "least 1, 0 and 1"
-            )
         stability.make_rules(self.guard_bounds)
         for text in self.guard_on_rollback:
             stability.parse_change(text)
@@ -589,12 +633,6 @@ class RLVRConfig(GRPOConfig):
             )
         if not self.layer_clip_alpha > 1:
             raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
-        if not 0 <= self.layer_clip_beta < 1:
-            raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
-        if self.spectral_every < 0:
-            raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
-        if self.spectral_top is not None and self.spectral_top < 1:
-            raise ValueError(f"--spectral_top {self.spectral_top} must be at least 1")
         self._refuse_without("spectral", not self.spectral_every, "--spectral_every 10")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
@@ -702,6 +740,15 @@ class RLVRTrainer(GRPOTrainer):
         self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
         self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None if args.use_vllm else self._make_engine()
+        if truncates(args) and not isinstance(
+            self.engine, TransformersEngine
+        ):  # that one measures it, see _take_support
+            warnings.warn(
+                f"sampling is truncated (top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p or 0.0}) and training normalises over "
+                "the whole vocabulary: mismatch and omega read the kept probability mass, below 1 at equal weights; sample the whole "
+                "distribution, or synchronously with the built-in engine and --keep_sampling_mask",
+                stacklevel=2,
+            )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
         self._shares = defaultdict(list)  # and those that are quotients of two counts
@@ -1543,7 +1590,7 @@ def make_verifier(args):
 
 def load_rows(args, tokenizer):
     """Training rows of --dataset and held-out rows of --eval_source (None without one), over-long prompts dropped."""
-    train = load_math_rows(args.dataset, limit=args.dataset_limit, seed=args.seed, prompt_style=args.prompt_style)
+    train = _rows("--dataset", args.dataset, args.dataset_limit, args)
     say(f"train: {load_math_rows_report(train)}")
     if args.max_prompt_tokens is not None:
         kept = train.filter(
@@ -1560,11 +1607,17 @@ def load_rows(args, tokenizer):
         raise ValueError(f"--dataset {args.dataset}: no row is left; raise --max_prompt_tokens")
     if args.eval_source is None:
         return train, None
-    held_out = load_math_rows(
-        args.eval_source, limit=args.eval_problems, seed=args.seed, prompt_style=args.prompt_style
-    )
+    held_out = _rows("--eval_source", args.eval_source, args.eval_problems, args)
     say(f"held-out: {load_math_rows_report(held_out)}")
     return train, held_out
+
+
+def _rows(flag, source, limit, args):
+    """load_math_rows, with the flag in what it refuses."""
+    try:
+        return load_math_rows(source, limit=limit, seed=args.seed, prompt_style=args.prompt_style)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{flag} {source}: {error}") from error
 
 
 def run(trainer, held_out=None):

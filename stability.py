@@ -582,7 +582,10 @@ class StabilityGuard(TrainerCallback):
         self.first_bad = self.grad_norm = None
         # a checkpoint brings metrics along that were judged before it
         self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
+        rolled_back = self.control is not None
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
+        if rolled_back:  # the file is older than what --guard_on_rollback asks for
+            self._read_control()
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")
         if state.global_step == 0 and not self.ledger["rollbacks"]:
@@ -622,6 +625,9 @@ class StabilityGuard(TrainerCallback):
         }  # fmt: skip
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self._read_control()
+
+    def _read_control(self):
         values = self.control.read() if self.main else None
         if self.trainer.accelerator.num_processes > 1:
             box = [values]

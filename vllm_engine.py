@@ -604,6 +604,11 @@ class VLLMEngine:
             raise WireError(
                 f"a sequence ended at token {ids[-1]}, which is none of the ends {self.eos}: the server stops at other tokens"
             )
+        ended = next((token for token in ids[:-1] if token in self.eos), None)
+        if ended is not None:  # nothing after it belongs to the answer, and all of it would be trained on
+            raise WireError(
+                f"a sequence goes on after its end, token {ended}: the server does not read stop_token_ids"
+            )
         labels = token_versions(choice, len(ids))
         versions = None
         if labels is not None:

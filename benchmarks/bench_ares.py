@@ -29,7 +29,7 @@ from torch import nn  # noqa: E402
 
 from ares import Ares  # noqa: E402
 
-# Against AdamW: four products with rank_max + 8 columns and one with rank_max, 704 multiply-adds an element, on two cores. The other
+# Against AdamW: three products with rank_max + 8 columns and one with rank_max, 560 flops an element, on two cores. The other
 # three: what Ares must beat by a wide margin to be worth having, as they do more arithmetic for an update of the same matrices.
 BARS = {"adamw": 3.5, "muon": 0.25, "galore": 0.5, "full_svd": 0.05, "step": 1.15, "captured": 0.95}
 LAYERS = {

@@ -4,9 +4,10 @@
 #   benchmarks/gpu_check.sh            on a GPU where there is one, else on the CPU
 #   benchmarks/gpu_check.sh --cpu      on the CPU in any case: a rehearsal, as long as it takes there
 #
-# Benchmarks with a GPU form (bench_ares, bench_replay, bench_step) run on it, one after another; the others run beside them in their
-# short CPU form, the recipes for three steps in bf16 with fp8 rollouts. With two GPUs and vLLM also a push of weights through NCCL.
-# A missed bar is printed, not a failure. The exit status is 1 if anything did not reach its last line, and its log is named.
+# Benchmarks with a GPU form (bench_ares, bench_replay, bench_step) run on it, one after another, the others beside them in their short
+# CPU form; then all recipes at once, three steps each, in bf16 with fp8 rollouts. With two GPUs and vLLM also a push of weights through
+# NCCL. With fewer than 8 cores everything takes its turn. A missed bar is printed, not a failure. The exit status is 1 if
+# anything did not reach its last line, and its log is named.
 #
 # PYTHON           an environment to use as it is (default: this python where it has all imports, else a new environment)
 # GPU_CHECK_DIR    logs and the environment       (a new folder under /tmp)
@@ -19,7 +20,8 @@ command -v nvidia-smi > /dev/null && nvidia-smi -L 2> /dev/null | grep -q GPU ||
 work=${GPU_CHECK_DIR:-$(mktemp -d /tmp/gpu_check.XXXXXX)}
 mkdir -p "$work"
 deadline=$((SECONDS + ${GPU_CHECK_S:-$([ "$cpu" ] && echo 3600 || echo 460)}))
-[ "$cpu" ] && export CUDA_VISIBLE_DEVICES=
+gpus=$([ "$cpu" ] && echo 0 || nvidia-smi -L | wc -l)
+export CUDA_VISIBLE_DEVICES=$([ "$cpu" ] || echo 0)  # one process on two GPUs would be wrapped in DataParallel
 export HF_HUB_OFFLINE=1 TRACKIO_DIR="$work/trackio" PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 export OMP_NUM_THREADS=2
 
@@ -64,7 +66,7 @@ check() {
         case "$code:$last" in [01]:'{"name"'*) echo "$last"; return ;; esac
         [ $code -ge 124 ] && code="$code, stopped after $limit s"
     fi
-    echo "{\"name\": \"$name\", \"ok\": false, \"error\": \"did not finish: $code; log: $work/$name.log\"}"
+    echo "{\"name\": \"$name\", \"ok\": false, \"error\": \"did not finish: $code; logs: $work\"}"
     touch "$work/failed"
 }
 
@@ -94,41 +96,33 @@ plain() {  # a recipe without metrics.jsonl
 rm -f "$work/failed"
 bench_s=$([ "$cpu" ] && echo 900 || echo 150) smoke_s=$([ "$cpu" ] && echo 600 || echo 100)
 on_gpu=(bench_ares bench_step bench_replay)
-beside() {  # short CPU forms; each at most two cores
-    for path in benchmarks/bench_*.py; do
-        name=$(basename "$path" .py)
-        [[ " ${on_gpu[*]} " == *" $name "* ]] && continue
-        if [ "$(nproc)" -ge 8 ]; then
-            CUDA_VISIBLE_DEVICES= check "$name" "$bench_s" "$python" "$path" --quick &
-        else
-            check "$name" "$bench_s" "$python" "$path" --quick
-        fi
-    done
-    wait
-}
-if [ "$(nproc)" -ge 8 ]; then beside & else beside; fi
+beside() { if [ "$(nproc)" -ge 8 ]; then "$@" & else "$@"; fi; }  # each takes two cores at most
+for path in benchmarks/bench_*.py; do
+    name=$(basename "$path" .py)
+    [[ " ${on_gpu[*]} " == *" $name "* ]] || CUDA_VISIBLE_DEVICES= beside check "$name" "$bench_s" "$python" "$path" --quick
+done
 for name in "${on_gpu[@]}"; do
     check "$name" "$bench_s" "$python" "benchmarks/$name.py" --quick --device "$device"
 done
 
 few=(--max_steps 3 --eval_problems 8 --eval_samples 1 --save_strategy no --report_to none --rollout_dtype fp8)
 [ "$device" = cuda ] && few+=(--bf16 true)
-smoke grpo_tokenclip grpo_tokenclip "${few[@]}" --gradloc_every 2
-smoke minirl_sync minirl_sync "${few[@]}" --num_minibatches 2 --routing_replay r3
-smoke minirl_async_r3 minirl_async_r3 "${few[@]}"
-smoke dsv32_stable dsv32_stable "${few[@]}"
-smoke ares_dapo ares_dapo "${few[@]}" --max_sampling_rounds 1
-plain cold_start "$python" recipes/cold_start.py --output_dir "$work/cold" --rows 480 --copies 1 --max_steps 3 --lazy_steps 1 --heldout_rows 24
-plain evaluate "$python" recipes/evaluate.py --output_dir "$work/evaluate" --limit 8
+beside smoke grpo_tokenclip grpo_tokenclip "${few[@]}" --gradloc_every 2
+beside smoke minirl_sync minirl_sync "${few[@]}" --num_minibatches 2 --routing_replay r3
+beside smoke minirl_async_r3 minirl_async_r3 "${few[@]}"
+beside smoke dsv32_stable dsv32_stable "${few[@]}"
+beside smoke ares_dapo ares_dapo "${few[@]}" --max_sampling_rounds 1
+beside plain cold_start "$python" recipes/cold_start.py --output_dir "$work/cold" --rows 480 --copies 1 --max_steps 3 --lazy_steps 1 --heldout_rows 24
+beside plain evaluate "$python" recipes/evaluate.py --output_dir "$work/evaluate" --limit 8
 
-gpus=$([ "$gpu" ] && "$python" -c "import torch; print(torch.cuda.device_count())" || echo 0)
 server=${SERVER_PYTHON:-$python}
 if [ "$gpus" -ge 2 ] && has "$server" "import vllm" && has "$python" "import vllm"; then  # NCCL needs vLLM on both sides
     CUDA_VISIBLE_DEVICES=1 PYTHON=$server PORT=8731 recipes/serve_vllm.sh tiny/qwen3 --dtype float32 --max-model-len 256 \
         --gpu-memory-utilization 0.3 --weight-transfer-config '{"backend": "nccl"}' > "$work/server.log" 2>&1 &
     pid=$!
     timeout 120 bash -c 'until curl -sf http://127.0.0.1:8731/health; do sleep 1; done'
-    CUDA_VISIBLE_DEVICES=0 smoke nccl_push grpo_tokenclip "${few[@]}" --rollout_dtype float32 --engine vllm --vllm_transfer nccl \
+    wait $(jobs -p | grep -vx $pid)
+    smoke nccl_push grpo_tokenclip "${few[@]}" --rollout_dtype float32 --engine vllm --vllm_transfer nccl \
         --vllm_server_port 8731
     kill $pid
 else

@@ -1,6 +1,8 @@
 r"""DAPO, GRPO, RLOO, REINFORCE++ or GDPO, trained by Ares or by a baseline optimizer.
 
-    Ares: AdamW on the leading r singular directions of each gradient matrix, r read from the entropy of its spectrum (ares.py)
+    G     = U S V'                                            the gradient of one matrix, p_i = s_i^2 / sum_j s_j^2
+    r     = EMA of exp(-sum_i p_i log p_i), <= --rank_max     its effective rank, read anew at each step
+    theta = theta - lr m / (sqrt(v) + eps)                    AdamW whose moments m, v see U_r S_r V_r' and not G     (ares.py)
 
     --algorithm dapo          A = (R - mean) / std in the group; min(r A, clip(r, 0.8, 1.28) A), token mean; dynamic sampling
     --algorithm grpo          the same A; clip 0.2 on both sides; mean over sequences of their token mean
@@ -22,7 +24,7 @@ Compare accelerate launch recipes/ares_dapo.py --optim_method adamw         (or 
 Ablate  --rank_mode fixed, --rank_ema 0, --no_low_rank, --ares_step projected
 Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/ares_dapo.py \
             --config recipes/configs/qwen3_4b_ares.yaml
-Expect  held-out accuracy rises by 15 points or more
+Expect  held-out accuracy rises by 15 points or more; results/ares/report.md
 Knobs   --learning_rate, --optim_method, --rank_max, --ares_step, --algorithm, --overlong_buffer, --max_sampling_rounds
 Watch   ares/rank/mean at rank_max: the limit decides, raise it. dynamic/unfilled_frac above 0: prompts too easy or too hard.
         spectral/top_share flat while reward rises: no concentration to exploit. The README explains every metric.
@@ -114,13 +116,13 @@ class AresDAPOConfig(RLVRConfig):
                     raise ValueError(f"--mode sft samples from the initial weights in process, once: remove --{name}")
             if self.reward == "random" or self.overlong_buffer:
                 raise ValueError("--mode sft knows right and wrong only: remove --reward random, --overlong_buffer")
+        super().__post_init__()
         if not 0 <= self.overlong_buffer < self.max_completion_length:
             raise ValueError(
                 f"--overlong_buffer {self.overlong_buffer} must be 0 or less than --max_completion_length {self.max_completion_length}"
             )
         if self.max_sampling_rounds < 1:
             raise ValueError(f"--max_sampling_rounds {self.max_sampling_rounds} must be at least 1")
-        super().__post_init__()
 
 
 # --- advantages and rewards as pure functions -------------------------------------------------------------------------

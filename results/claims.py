@@ -610,6 +610,40 @@ def _():
     return SEEN if down else NOT_SEEN, numbers
 
 
+def shares(kind):
+    """(first, last) fifth of the top-32 share over a run on the larger model, each a list by seed."""
+    runs = runs_of("ares_spectra")
+    series = [
+        [r["spectral/top_share"] for r in records if "spectral/top_share" in r]
+        for _, records in sorted(runs[f"larger: {kind}"].items())
+    ]
+    fifth = max(1, len(series[0]) // 5)
+    return [statistics.mean(s[:fifth]) for s in series], [statistics.mean(s[-fifth:]) for s in series]
+
+
+@claim(
+    "ares-share-rises",
+    "The share of a gradient's energy in its 32 largest directions rises over RLVR",
+    ARTICLE,
+    "ares_spectra",
+)
+def _():
+    first, last = shares("RLVR")
+    return rises(differences([(first, last)])), f"{text_of(first)} -> {text_of(last)} (hidden 256)"
+
+
+@claim("ares-share-random", "It rises more than with a random reward", ARTICLE, "ares_spectra")
+def _():
+    own, random = (differences([shares(kind)]) for kind in ("RLVR", "random reward"))
+    return rises(differences([(random, own)])), f"rise {text_of(own)} against {text_of(random)}"
+
+
+@claim("ares-share-sft", "It is larger under RLVR than under SFT", ARTICLE, "ares_spectra")
+def _():
+    own, sft = shares("RLVR")[1], shares("SFT")[1]
+    return rises(differences([(sft, own)])), f"at the end {text_of(own)} against {text_of(sft)}"
+
+
 # ---------------------------------------------------------------- the table
 
 RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, report)

@@ -31,7 +31,7 @@ PRELOADED = ["rlvr_common", "gradloc_report", "stability", "async_rollout", "are
 KEPT = (
     "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
     "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length", "ratio/max",
-    "accuracy", "ares/rank/mean", "spectral/top_share",
+    "accuracy", "ares/rank/mean", "spectral/top_share", "spectral/rank_0.9", "spectral/entropy_rank", "async/staleness/p50",
     "gradloc/top1_share", "gradloc/certificate", "layer_clip/corr_mean", "layer_clip/corr_min", "layer_clip/clipped_frac",
     "minirl/masked_frac", "minirl/truncated_frac", "routing/rollout_agreement", "routing/old_agreement", "ratio/p99",
     "mismatch/mean", "kl", "off_policy_mask/masked_frac", "support/agreement", "support/rollout_kept_mass", "guard/level",

@@ -38,8 +38,8 @@ DRILL = {
 QUIET = {k: v for k, v in DRILL.items() if not k.startswith("guard")}
 
 
-class Faulty(GRPOTokenClipTrainer):
-    """A trainer in which `fault` happens at some optimizer steps (counted from 1), every time such a step is made."""
+class Faulty:
+    """Part of a trainer in which `fault` happens at some optimizer steps (counted from 1), every time such a step is made."""
 
     fault, steps = None, (5,)
 
@@ -76,11 +76,11 @@ class DropUpdate(TrainerCallback):
             self.trainer.model.zero_grad(set_to_none=True)
 
 
-def faulty(folder, fault, at=5, **changes):
+def faulty(folder, fault, at=5, make=make_ours, **changes):
     """A trainer that breaks at a step, or at each of several."""
-    trainer = make_ours(folder, **changes)
+    trainer = make(folder, **changes)
     steps = (at,) if isinstance(at, int) else tuple(at)
-    trainer.__class__ = type("Faulty", (Faulty,), {"fault": fault, "steps": steps})
+    trainer.__class__ = type("Faulty", (Faulty, type(trainer)), {"fault": fault, "steps": steps})
     trainer.rollout_func = trainer._rollout
     return trainer
 
@@ -238,7 +238,7 @@ def killed_while_writing(folder, at=4, from_start=False, **changes):
     settle_output_dir(args, explicit=True)
     rest = make_ours(run, **DRILL | changes)
     stability.train(rest, args.resume_from_checkpoint)
-    clean = make_ours(folder / "clean", **DRILL | changes)
-    stability.train(clean, None if from_start else args.resume_from_checkpoint)
+    clean = make_ours(folder / "clean", **{k: v for k, v in (DRILL | changes).items() if not k.startswith("guard")})
+    clean.train(resume_from_checkpoint=None if from_start else args.resume_from_checkpoint)
     to = stability.step_of(args.resume_from_checkpoint)
     return Outcome(told.replace(f"{run}/", ""), 1, to, [], same_state(rest, clean), rest, clean)

@@ -319,6 +319,18 @@ def test_baselines_train_and_resume(tmp_path, method):
     assert equal(weights(whole), weights(rest))
 
 
+@pytest.mark.parametrize("method", ["muon", "galore"])
+def test_a_baseline_for_matrices_takes_no_stack_of_experts(method):
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 8)])})
+    model["layers"][0].experts = torch.nn.Parameter(torch.zeros(3, 8, 6))
+    args = SimpleNamespace(
+        optim_method=method, weight_decay=0.0, learning_rate=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
+        rank_max=2, momentum=None, galore_gap=1, galore_scale=1.0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"--optim_method {method} .*layers.0.experts is a stack of experts"):
+        make_optimizer(model, args)
+
+
 def test_muon_is_torchs_muon_on_the_matrices():
     weight, twin = (torch.nn.Parameter(torch.ones(8, 6)) for _ in range(2))
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Module()])})

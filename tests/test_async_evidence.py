@@ -18,7 +18,7 @@ from audit import account  # noqa: E402
 
 def audit(sampled, trained, asked, **more):
     return {
-        "group": 2, "sampled": sampled, "trained": [(1, text) for text in trained], "asked": asked, "stale": 0, "buffered": 0
+        "group": 2, "sampled": sampled, "trained": [(1, text) for text in trained], "asked": asked, "stale": 0, "open": 0
     } | more  # fmt: skip
 
 
@@ -31,18 +31,18 @@ TWO = [(0, "a"), (1, "b"), (2, "c"), (3, "c")]  # two groups; two samples of the
         ([audit(TWO, "abcc", 2)], 2, 0, 0),
         ([audit(TWO, "abccc", 2)], 2, 0, 1),  # a copy too many of one that was sampled twice
         ([audit(TWO, "aabcc", 2)], 2, 0, 1),
-        ([audit(TWO, "ab", 2, buffered=1)], 1, 1, 0),
+        ([audit(TWO, "ab", 2, open=1)], 1, 1, 0),
         ([audit(TWO, "ab", 2)], 1, 0, 0),  # asked = trained + left misses one: lost
         ([audit(TWO, "abz", 2)], 1, 0, 1),  # nobody sampled it
         (
-            [audit(TWO, "ab", 2, buffered=1), audit([], "cc", 2)],
+            [audit(TWO, "ab", 2, open=1), audit([], "cc", 2)],
             2,
             0,
             0,
         ),  # resumed: its buffer came from the checkpoint
-        ([audit(TWO, "ab", 2, buffered=1), audit([], "abcc", 2)], 2, 0, 2),  # resumed, and trained again
+        ([audit(TWO, "ab", 2, open=1), audit([], "abcc", 2)], 2, 0, 2),  # resumed, and trained again
         (
-            [audit(TWO[:2], "", 1, buffered=1), audit([(0, "x"), (1, "b")], "xb", 1)],
+            [audit(TWO[:2], "", 1, open=1), audit([(0, "x"), (1, "b")], "xb", 1)],
             1,
             0,
             0,
@@ -52,7 +52,7 @@ TWO = [(0, "a"), (1, "b"), (2, "c"), (3, "c")]  # two groups; two samples of the
 )
 def test_account(audits, trained, left, twice):
     found = account(*audits)
-    assert (found["trained"], found["left"], found["twice"]) == (trained, left, twice)
+    assert (found["trained"], found["open"], found["twice"]) == (trained, left, twice)
 
 
 def test_what_a_proxy_falsifies_or_loses_is_asked_for_again(tmp_path):

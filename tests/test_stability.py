@@ -19,12 +19,11 @@ from transformers import TrainerCallback
 import rlvr_common
 import stability
 import stability_control
-from grpo_tokenclip import GRPOTokenClipConfig
+from grpo_tokenclip import GRPOTokenClipConfig, GRPOTokenClipTrainer
 from guard_drills import (
     DRILL,
     QUIET,
     DropUpdate,
-    Faulty,
     corrupt_checkpoint,
     events,
     faulty,
@@ -50,6 +49,7 @@ from stability import (
     differences,
     faults,
     make_rules,
+    not_compared,
     on_disk,
     parse_change,
     parse_rule,
@@ -468,17 +468,18 @@ def test_drill_warn_only_tells(tmp_path):
 
 
 def test_drill_a_fault_that_stays_ends_the_run_after_its_retries(tmp_path):
-    class Broken(Faulty):
+    class Broken(GRPOTokenClipTrainer):
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
             return loss * math.nan if self.state.global_step >= 3 else loss
 
+    (tmp_path / "control.yaml").write_text("learning_rate_scale: 0.8")  # must not undo what a rollback changes
     trainer = make_ours(tmp_path, guard_retries=2, guard_on_rollback=["learning_rate_scale*0.5"], **DRILL)
     trainer.__class__ = Broken
     with pytest.raises(GuardHalt, match=r"after 2 rollbacks \(--guard_retries 2\).*--resume_from_checkpoint"):
         stability.train(trainer)
-    assert len(events(tmp_path, "rollback")) == 2 and trainer._lr_scale == 0.25
-    assert trainer._get_learning_rate() == pytest.approx(0.25 * 1e-3)
+    assert len(events(tmp_path, "rollback")) == 2 and trainer._lr_scale == pytest.approx(0.2)
+    assert trainer._get_learning_rate() == pytest.approx(0.2 * 1e-3)
 
 
 def test_drill_corrupt_checkpoint_falls_back_to_the_one_before(tmp_path):
@@ -517,6 +518,9 @@ def test_another_error_while_saving_is_not_taken_for_a_full_disk(tmp_path, monke
     monkeypatch.setattr(trainer, "_save_rollout_state", lambda trial: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         stability.train(trainer)
+    (crash,) = events(tmp_path, "crash")
+    assert crash["level"] == "critical" and "ended after step 2 with RuntimeError: a bug; no alarm" in crash["text"]
+    assert not events(tmp_path, "alarm")
 
 
 def test_drill_stale_weights_are_seen_within_two_samplings(tmp_path):
@@ -614,20 +618,41 @@ def test_alignment_is_recorded_and_leaves_no_trace_in_the_run(tmp_path):
     record = json.loads((tmp_path / "a/alignment.json").read_text())
     assert record["libraries"]["torch"].startswith("2.") and record["smoke"]["mean_gap"] < 1e-4
     assert record["training"]["top_k"] == record["rollout"]["top_k"] == 5 and record["settings"]["guard"] == "warn"
+    assert record["training"]["fingerprint"] == record["rollout"]["fingerprint"] and record["not_compared"] == []
+
+
+def test_weights_that_stand_still_by_a_skipped_step_are_not_stale(tmp_path):
+    """One update a sampling: after the rollback the step without an update leaves the weights of the sampling before."""
+    trainer = faulty(tmp_path, "nan", 4, **DRILL | {"steps_per_generation": 1, "save_steps": 1})
+    stability.train(trainer)
+    assert {(e["step"], e["metric"]) for e in events(tmp_path, "alarm")} == {(4, "grad_norm")}
+    assert list(trainer.guard.still) == [4] and trainer.compared_versions == (4, 5)
+    log = {r["step"]: r for r in trainer.state.log_history if "loss" in r}
+    assert (
+        log[5]["rollout/weights_changed"] == 0 and log[6]["guard/stale"] == 0
+    )  # 4 and 5: same weights, as they should
+
+
+def test_what_was_judged_before_a_checkpoint_is_not_judged_again_after_it(tmp_path):
+    trainer = make_ours(tmp_path, guard="warn", max_steps=1, reward=length_reward)
+    trainer._metrics["train"]["kl"] += [50.0]  # of the step of the checkpoint
+    stability.train(trainer)
+    assert not events(tmp_path, "alarm")
 
 
 def test_differences_name_both_values():
+    assert not_compared({"a": 1, "b": 2, "tokenizer_size": 3}, {"a": 1, "c": 3}) == ["b"]
     assert differences({"a": 1, "b": 2}, {"a": 1, "c": 3}) == []
     assert differences({"a": 1, "b": 2}, {"b": 3}) == ["b is 2 in training and 3 in the rollout engine"]
 
 
-@pytest.mark.parametrize("what", ["eos", "weights", "settings", "tokenizer", "nan"])
+@pytest.mark.parametrize("what", ["eos", "weights", "fingerprint", "settings", "tokenizer", "nan"])
 def test_a_mismatch_stops_the_run_with_the_difference(tmp_path, what, monkeypatch):
     trainer = make_ours(tmp_path, guard="warn", max_steps=1)
     words = {
         "eos": r"eos_token_ids is \[379, 381\] in training and \[300, 379, 381\] in the rollout", "weights": "explains 0.001",
         "settings": "temperature is 1.0 in training and 0.7", "tokenizer": "500 tokens and the model 384 embeddings",
-        "nan": "gradient is not finite",
+        "nan": "gradient is not finite", "fingerprint": "fingerprint is '[0-9a-f]+' in training and 'of other weights' in",
     }  # fmt: skip
     if what == "eos":
         trainer.engine._is_eos[300] = True
@@ -635,6 +660,9 @@ def test_a_mismatch_stops_the_run_with_the_difference(tmp_path, what, monkeypatc
         trainer.sync_engine()
         for p in trainer.engine.model.parameters():
             p.add_(0.05 * torch.randn_like(p))
+    if what == "fingerprint":  # nothing that is pushed arrives
+        trainer.engine.fingerprint = "of other weights"
+        trainer.engine.push_weights = lambda model, version: None
     if what == "settings":
         real = trainer.engine.generate
         trainer.engine.generate = lambda *a, **k: real(*a, **k | {"temperature": 0.7})

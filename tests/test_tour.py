@@ -93,5 +93,6 @@ def test_every_command_of_the_tour_runs_and_shows_what_it_says(clone):
         assert load_spikes(runs / name) == [], name
     fractions = [r["dual_clip/frac"] for r in read_metrics(runs / "mine" / "metrics.jsonl") if "dual_clip/frac" in r]
     assert len(fractions) == 48 and max(fractions) > 0
+    assert everything.count("largest norm") == 4
     assert "resuming from" in outputs[-1] and "the same weights, bit for bit" in outputs[-1]
     assert [r["step"] for r in read_metrics(runs / "killed" / "metrics.jsonl") if "loss" in r] == list(range(1, 31))

@@ -106,8 +106,8 @@ def test_the_evidence_scripts_account_for_every_group(server, tmp_path):
     """results/async/ in short: a run that is measured, and one that loses half of its answers on the way back."""
     options = f"{vllm_runs.RECIPES['synchronous']} {vllm_runs.COMMON} {vllm_runs.TINY} --max_steps 3"
     measured = vllm_runs.measure("tiny", "float32", "synchronous", options, server, tmp_path / "run", {})["figures"]
-    assert measured["groups"] == {"asked": 24, "trained": 24, "stale": 0, "left": 0, "twice": 0}
+    assert measured["groups"] == {"asked": 24, "trained": 24, "stale": 0, "open": 0, "twice": 0}
     assert measured["updates"] == 3 and measured["pushes"] == 2 and measured["mismatch"]["k3"][1] < 1e-6
     what, *drilled = faults.DRILLS["half"]
     cells = faults.row(what, faults.drill(server, tmp_path / "half", *drilled), tmp_path / "half")
-    assert int(cells[2]) > 5 and cells[4] == "72 = 64 + 0 + 8" and cells[5] == "0" and "LOST" not in cells[4], cells
+    assert int(cells[2]) > 5 and cells[4] == "28 = 24 + 0 + 4" and cells[5] == "0" and "LOST" not in cells[4], cells

@@ -10,7 +10,7 @@ Nothing of the run is changed: methods are timed and their arguments read. OUT.j
     sampled      [random stream, digest of prompt and completion] of each sequence that came back for training
     trained      [update, digest] of each sequence that reached the loss of an update
     failed       the requests that failed, by what was seen: {sentence: times}
-    retries, restarts, asked, buffered, stale    requests sent again, pushes after a restart, groups
+    retries, restarts, asked, open, stale    requests sent again, pushes after a restart; groups asked for, not used yet, dropped
     error        the last sentence of a run that stopped, else null
 
 OUT.events grows during the run: a line at the start of each sampling and of each push, for whoever wants to disturb it.
@@ -147,7 +147,7 @@ class Audit:
     def write(self, error):
         ahead = self.trainer.ahead if isinstance(self.trainer, AsyncTrainer) else None
         size = self.trainer.num_generations if self.trainer else 1
-        sampled = self.trainer._sequences_sampled if self.trainer else 0
+        asked = self.trainer._sequences_sampled // size if self.trainer else 0
         self.out.write_text(
             json.dumps(
                 {
@@ -155,8 +155,8 @@ class Audit:
                     "sampled": self.sampled, "trained": self.trained, "failed": self.failed, "group": size,
                     "retries": self.engine.retries if self.engine else 0,
                     "restarts": self.engine.restarts if self.engine else 0,
-                    "asked": ahead.cursor + ahead.recycled if ahead else sampled // size,
-                    "buffered": len(ahead.engine.buffer) if ahead else 0,
+                    "asked": ahead.cursor + ahead.recycled if ahead else asked,
+                    "open": len(ahead.engine.buffer) if ahead else asked - len(self.sampled) // size,
                     "stale": ahead.stale if ahead else 0, "error": error,
                 }
             )
@@ -164,10 +164,10 @@ class Audit:
 
 
 def account(*audits):
-    """What became of the groups, over a run or over a run and its resumption -> {asked, trained, stale, left, twice}.
+    """What became of the groups, over a run or over a run and its resumption -> {asked, trained, stale, open, twice}.
 
     Each trained sequence is matched with one random stream that gave it. twice: trained sequences without a stream left;
-    left: groups asked for and not trained. A stream that was sampled again (resumption) counts once.
+    open: groups asked for that wait in the buffer or were under way. A stream that was sampled again (resumption) counts once.
     """
     size, streams = audits[0]["group"], {}
     for audit in audits:
@@ -182,15 +182,15 @@ def account(*audits):
         "asked": audits[-1]["asked"],
         "trained": len(used) / size,
         "stale": audits[-1]["stale"],
-        "left": audits[-1]["buffered"],
+        "open": audits[-1]["open"],
         "twice": twice,
     }
 
 
 def _child(out, log, words):
-    with open(log, "w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+    sys.stdout = sys.stderr = open(log, "w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
     os.chdir(REPO)
     torch.set_num_threads(1)
     main([str(out), *words])

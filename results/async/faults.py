@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -34,16 +35,17 @@ from real_vllm import RealServer  # noqa: E402
 
 from rlvr_report import read_metrics  # noqa: E402
 
-STEPS = 8
+STEPS = 6
+PROMPTS = 4  # a sampling
 RUN = (
     f"{{recipe}} --engine vllm --rollout_dtype float32 --model_name_or_path tiny --dataset tiny --exact_answers true "
     f"--routing_replay none --num_minibatches 1 --gradloc off --max_steps {STEPS} --warmup_steps 0 --learning_rate 1e-4 "
-    "--num_generations 8 --per_device_train_batch_size 64 --max_completion_length 48 --gradient_checkpointing false --vllm_restart_s 1800"
+    "--num_generations 8 --per_device_train_batch_size 32 --max_completion_length 48 --gradient_checkpointing false --vllm_restart_s 1800"
 )
 SYNC = RUN.format(recipe="recipes/minirl_sync.py")
 AHEAD = RUN.format(recipe="recipes/minirl_async_r3.py") + " --max_staleness 1"
 HALT_S = 40  # longer than --vllm_timeout_s 8 and the pauses between a few attempts
-AT = 4  # the sampling, or the weights, at which a fault strikes
+AT = 3  # the sampling, or the weights, at which a fault strikes
 GENERATE = "/inference/v1/generate"
 
 # ---- what a proxy does to answers
@@ -152,7 +154,7 @@ def garbage_for_good():
     def rule(path):
         nonlocal asked
         asked += path == GENERATE
-        return html if path == GENERATE and asked > 8 * AT else None  # 8 prompts a sampling
+        return html if path == GENERATE and asked > PROMPTS * AT else None
 
     return rule
 
@@ -207,7 +209,7 @@ DRILLS = {
     # name: (what, options, what happens to the server, at the start of what, rule of the proxy)
     "calm": ("nothing", AHEAD, None, None, None),
     "garbage": ("every third answer is garbage, of six kinds", AHEAD, None, None, some_garbage),
-    "garbage for good": ("from the fourth sampling on every answer is garbage", AHEAD, None, None, garbage_for_good),
+    "garbage for good": ("from the third sampling on every answer is garbage", AHEAD, None, None, garbage_for_good),
     "half": ("half of the samples are lost on the way back", AHEAD, None, None, lambda: half_lost(False)),
     "half of all": (
         "half of all answers are lost on the way back, those to pushes too", SYNC, None, None, lambda: half_lost(True),
@@ -260,34 +262,47 @@ def drill(server, folder, options, disturb, word, rule):
 
 
 def shorten(sentence):
-    """Without folders, ports and numbers of the moment."""
-    return " ".join(sentence.split())
+    """Equal for failures of one kind: without the numbers and the contents of the moment."""
+    return re.sub(r"\b\d+\b", "N", re.sub(r"answers no JSON.*", "answers no JSON", " ".join(sentence.split())))[:110]
 
 
 def row(what, audits, folder):
     groups, seen = account(*audits), {}
     for audit in audits:
         for sentence, times in audit["failed"].items():
-            seen[shorten(sentence)[:110]] = seen.get(shorten(sentence)[:110], 0) + times
+            seen[shorten(sentence)] = seen.get(shorten(sentence), 0) + times
     steps = [r["step"] for r in read_metrics(folder / "run" / "metrics.jsonl") if "grad_norm" in r]
     stopped = [audit["error"] for audit in audits if audit["error"]]
     whole = steps == list(range(1, STEPS + 1))
     outcome = f"all {STEPS} updates" if whole else f"{len(steps)} of {STEPS} updates"
     if stopped:
         outcome = f'stopped: "{stopped[0]}"' + (f"; resumed: {outcome}" if len(audits) > 1 else "")
-    lost = groups["asked"] - groups["trained"] - groups["stale"] - groups["left"]
+    lost = groups["asked"] - groups["trained"] - groups["stale"] - groups["open"]
     detected = "; ".join(f"{times} x {s}" for s, times in sorted(seen.items(), key=lambda x: -x[1])[:6]) or "-"
     return [
         what, detected, f"{sum(a['retries'] for a in audits)}", f"{sum(a['restarts'] for a in audits)}",
-        f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['left']}" + (f", LOST {lost:g}" if lost else ""),
+        f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['open']}" + (f", LOST {lost:g}" if lost else ""),
         f"{groups['twice']}", outcome,
     ]  # fmt: skip
 
 
 HEAD = (
-    "fault", "seen by the engine", "requests sent again", "weights pushed again", "groups asked = trained + stale + buffered",
+    "fault", "seen by the engine", "requests sent again", "weights pushed again", "groups asked = trained + stale + not used yet",
     "trained twice", "the run",
 )  # fmt: skip
+
+
+def write(rows, folder):
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *(rows[name] for name in DRILLS if name in rows))]
+    lines.insert(1, "|" + "---|" * len(HEAD))
+    (folder / "faults.md").write_text(
+        "# Fault drill on a real vLLM server\n\n"
+        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/faults.py`: the dense tiny model on vLLM's CPU build, "
+        f"{STEPS} updates of {PROMPTS} prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where a push "
+        f"is killed, the computing process, or all answers are hit). The fault strikes at sampling or push {AT}. A group is trained "
+        "when all of its samples reached the loss of an update; each trained sequence is matched with the random stream that gave "
+        "it, and *trained twice* counts those that find none. N: a number.\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def main():
@@ -317,16 +332,7 @@ def main():
                 rows[name] = row(what, drill(server, folder, *drilled), folder)
                 print("| " + " | ".join(rows[name]) + " |", flush=True)
                 path.write_text(json.dumps(rows, indent=1) + "\n")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *(rows[n] for n in DRILLS if n in rows))]
-    lines.insert(1, "|" + "---|" * len(HEAD))
-    (out / "faults.md").write_text(
-        "# Fault drill on a real vLLM server\n\n"
-        "Made by `SERVER_PYTHON=.venv-vllm/bin/python python results/async/faults.py`: the dense tiny model on vLLM's CPU build, "
-        f"{STEPS} updates of 8 prompts x 8 samples, `minirl_async_r3.py --max_staleness 1` (`minirl_sync.py` where the fault is in a "
-        f"push that is killed, the computing process, or all answers); the fault strikes at sampling or push {AT}. A group is trained "
-        "when all of its samples reached the loss of an update; each trained sequence is matched with the random stream that gave it, "
-        "and *trained twice* counts those that find none.\n\n" + "\n".join(lines) + "\n"
-    )
+    write(rows, out)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def measure(model, dtype, name, command, server, folder, places):
 
 HEAD = (
     "model", "server", "run", "updates", "k1, first -> last", "k3", "F(2)", "push, s", "write", "load", "prove",
-    "copy of the weights, s", "tokens/s", "update, s", "reward", "groups asked = trained + stale + buffered",
+    "copy of the weights, s", "tokens/s", "update, s", "reward", "groups asked = trained + stale + not used yet",
     "trained twice", "requests retried",
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ def row(run):
     cells += [f"{f['push'][k]:.2f}" for k in ("seconds", "write", "load", "prove")] + [f"{f['copy']:.2f}"]
     cells += [f"{f['tokens/s, generation']:.0f}", f"{f['step_time']:.1f}"]
     cells.append(f"{f['reward'][0]:.2f} -> {f['reward'][1]:.2f}")
-    cells.append(f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['left']}")
+    cells.append(f"{groups['asked']} = {groups['trained']:g} + {groups['stale']} + {groups['open']}")
     cells += [f"{groups['twice']}", f"{f['retries']}"]
     return "| " + " | ".join(cells) + " |"
 

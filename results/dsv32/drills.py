@@ -57,23 +57,28 @@ and learning rate, every bit. The drills are those of `tests/guard_drills.py`: `
 """
 
 
-def row(fault, found):
+def run(fault):
+    """One drill -> its row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = DRILLS[fault](Path(folder))
+        seen = found.seen.split(": training goes on")[0].replace(f"{folder}/guarded/", "")
     skipped = ", ".join(map(str, found.skipped)) or "-"
-    seen = found.seen.split(": training goes on")[0].replace("|", "\\|")
     same = "bit for bit" if found.equal else "**no**"
     return [fault, seen, str(found.after), f"checkpoint-{found.to}", skipped, same]
 
 
-def main():
-    rows = []
-    for fault, drill in DRILLS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            found = drill(Path(folder))
-            rows.append([cell.replace(f"{folder}/guarded/", "") for cell in row(fault, found)])
-        print(" | ".join(rows[-1]), flush=True)
+def write(rows):
     table = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *rows)]
     table.insert(1, "|" + "---|" * len(HEAD))
     (REPO / "results" / "dsv32" / "drills.md").write_text(WORDS + "\n".join(table) + "\n")
+
+
+def main():
+    rows = []
+    for fault in DRILLS:
+        rows.append(run(fault))
+        print(" | ".join(rows[-1]), flush=True)
+    write(rows)
     sys.exit(0 if all(cells[-1] == "bit for bit" for cells in rows) else 1)
 
 
