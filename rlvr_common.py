@@ -554,8 +554,11 @@ class RLVRConfig(GRPOConfig):
         default=0,
         metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
     )
-    spectral_top: int = field(
-        default=32, metadata={"help": "directions of spectral/top_share. The article: 32, of 1,024 to 2,048"}
+    spectral_top: int | None = field(
+        default=None,
+        metadata={
+            "help": "directions of spectral/top_share; unset = 32, or a 32nd of the smallest side in a layer. The article: 32"
+        },
     )
     # launch
     expect_processes: int | None = field(

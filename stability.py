@@ -13,6 +13,7 @@ Source: the deployment guide for DeepSeek-V3.2's stabilisers (four core metrics,
 It names no threshold; ours were set on nine healthy runs of 150 steps (results/grpo_tokenclip/metrics.jsonl) and stand at RULES.
 """
 
+import difflib
 import errno
 import json
 import math
@@ -43,7 +44,7 @@ from gradloc_methods import replayed_rng, rng_state
 from rlvr_report import to_json
 from rollout import model_fingerprint
 from stability_control import ControlFile, Stages, change, parse_stages
-from stability_report import cause_of, write_acceptance
+from stability_report import cause_of, glossary, write_acceptance
 
 MODES = ("off", "warn", "halt", "rollback")
 LEVELS = ("ok", "info", "warn", "critical")
@@ -74,19 +75,29 @@ class Rule:
     patience: int
 
 
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+
+
 def parse_rule(text):
     """Rule text "metric>bound:level[:steps]"; a bound that ends in x is a multiple of the run's recent median. Raises ValueError.
 
     "grad_norm>15x:critical", "kl>0.5:warn:3", "entropy<0.1x:warn"
     """
-    found = re.fullmatch(r"([\w/*]+)([<>])([-+\d.e]+)(x?):(info|warn|critical)(?::(\d+))?", text)
+    found = re.fullmatch(rf"([^<>:]+)([<>])({NUMBER})(x?):(info|warn|critical)(?::([1-9]\d*))?", text)
     if not found:
         raise ValueError(
-            f"guard bound {text!r} is not metric>bound:level[:steps], for example grad_norm>15x:critical or kl>0.5:warn:3"
+            f"--guard_bounds {text!r} is not metric>bound:level[:steps], for example grad_norm>15x:critical or kl>0.5:warn:3"
         )
     metric, side, bound, times, level, patience = found.groups()
+    if metric in UNWATCHED:
+        raise ValueError(
+            f"--guard_bounds {text!r}: the guard does not watch {metric}; it watches every other metric of the README's glossary"
+        )
     return Rule(text, metric, side == ">", float(bound), bool(times), level, int(patience or 1))
 
+
+# written down after the guard has looked at the step
+UNWATCHED = ("loss", "learning_rate", "epoch", "step", "eval/accuracy", "guard/level")
 
 # In the nine healthy runs: largest grad_norm 3.6 times the recent median, mismatch/k3 6.1 times and 0.004, entropy never below
 # 0.28 times, sequences masked up to 0.80, five-step reward never below 0.71 of its peak.
@@ -115,6 +126,30 @@ def make_rules(changes=()):
         same = (new.metric, new.above, new.times, new.level)
         rules = [rule for rule in rules if (rule.metric, rule.above, rule.times, rule.level) != same] + [new]
     return rules
+
+
+def unseen(rule, seen, known):
+    """What to say of a bound that has nothing to compare, after a step that sampled. -> None, or (sentence, whether it is a mistake).
+
+    seen: names of the metrics so far; known: names and patterns of metrics that a later step or another flag may bring. A name that is
+    neither, and close to one that is, is misspelt; else it may be a metric that a recipe logs from a later step on.
+    """
+    if any(fnmatch(name, rule.metric) for name in seen):
+        return None
+    # of quantiles and layers all come at once: the pattern says nothing more once one of them is there
+    later = [pattern for pattern in known if "*" not in pattern or not any(fnmatch(name, pattern) for name in seen)]
+    if any(fnmatch(name, rule.metric) or fnmatch(rule.metric, name) for name in later):
+        return f"--guard_bounds {rule.text}: no {rule.metric} so far; it is compared once a step has it", False
+    names = {*seen, *known}
+    names |= {f"*/{name.split('/')[-1]}" for name in names if "/" in name}
+    near = difflib.get_close_matches(rule.metric, sorted(names), n=1, cutoff=0.8)
+    if near:
+        return f"--guard_bounds {rule.text}: no metric is named {rule.metric}; did you mean {near[0]}?", True
+    return (
+        f"--guard_bounds {rule.text}: no metric is named {rule.metric} so far; it is compared once a step has it "
+        "(metrics.jsonl and the README's glossary have the names)",
+        False,
+    )
 
 
 class Watch:
@@ -498,6 +533,7 @@ class StabilityGuard(TrainerCallback):
         self.folder = Path(trainer.args.output_dir)
         self.main = trainer.accelerator.is_main_process
         self.watch = Watch(make_rules(bounds))
+        self.unmatched, self.names = [parse_rule(text) for text in bounds], set()  # until a step that sampled has come
         self.alerts = Alerts(self.folder, hook, self.main)
         self.stages = None if stages is None else Stages(parse_stages(stages))
         self.control = None
@@ -663,6 +699,8 @@ class StabilityGuard(TrainerCallback):
             self._advance(step, healthy=True)
             return
         values, broken = self._collect()
+        if self.unmatched:
+            self._check_names({*self.trainer._metrics["train"], *values, *broken})
         events = self.watch.judge(values, broken)
         events = self._same_on_all(events)
         self._act(step, events)
@@ -700,6 +738,20 @@ class StabilityGuard(TrainerCallback):
         for name, value in derived.items():
             self._record(name, value)
         return values | derived, broken
+
+    def _check_names(self, names):
+        """A user's bound on a metric that does not exist would never fire: stop after the first sampling, when the names are known."""
+        if self.trainer.accelerator.num_processes > 1:
+            names = {name for found in gather_object([sorted(names)]) for name in found}
+        self.names |= names
+        if "reward" not in self.names:  # resumed between two samplings
+            return
+        ours = {rule.metric for rule in make_rules() if "*" not in rule.metric}  # guard/reward_share is in no log
+        known, rules, self.unmatched = (glossary() | ours) - set(UNWATCHED), self.unmatched, []
+        for sentence, mistake in filter(None, (unseen(rule, self.names, known) for rule in rules)):
+            if mistake:
+                raise GuardHalt(sentence)
+            self._tell("info", sentence, kind="bounds")
 
     def _count(self, name, past):
         """How many values of this list were seen before: after each log a new list begins."""
@@ -743,8 +795,10 @@ class StabilityGuard(TrainerCallback):
         if step - self.last_event.get(key, -100) < 20 and event["level"] != "critical":
             return
         self.last_event[key] = step
-        cause, action = cause_of(event["metric"], event["rule"])
-        text = f"step {step}: {event['metric']} {describe(event)}; likely {cause}; {action}"
+        on = {self.mode} | ({"gradloc"} if self.trainer.args.gradloc != "off" else set())
+        cause, action = cause_of(event["metric"], event["rule"], on)
+        likely = "cause unknown" if cause is None else f"likely {cause}"
+        text = f"step {step}: {event['metric']} {describe(event)}; {likely}; {action}"
         self.alerts.tell(
             event["level"], text, step=step, kind="alarm", metric=event["metric"], rule=event["rule"],
             value=event["value"], bound=event["bound"], cause=cause, action=action,
@@ -862,7 +916,10 @@ class StabilityGuard(TrainerCallback):
             f"; go on with --resume_from_checkpoint {self.folder / whole}" if whole else "; no checkpoint was saved"
         )
         spikes = sorted((self.folder / "gradloc").glob("*.html"), key=lambda p: p.stat().st_mtime)
-        text += f"; GradLoc's report: {spikes[-1]}" if spikes else "; --gradloc directional would name the token"
+        if spikes:
+            text += f"; GradLoc's report: {spikes[-1]}"
+        elif self.trainer.args.gradloc == "off":
+            text += "; --gradloc directional would name the token"
         self._tell("critical", text, kind="halt")
         self.alerts.wait()
         return text

@@ -171,7 +171,7 @@ def best_rates(rows, heads):
 
 def spectra_rows(spectra):
     """One row an arm from {arm: [records of each seed]}: first and last fifth of the run."""
-    keys = ("top_share", "rank@0.5", "rank@0.7", "rank@0.9", "entropy_rank")
+    keys = ("top_share", "rank_0.5", "rank_0.7", "rank_0.9", "entropy_rank")
     for arm, seeds in spectra.items():
         cells = []
         for key in keys:

@@ -24,7 +24,7 @@ from ares_dapo import (
 )
 from optimizers import make_optimizer
 from rlvr_common import group_advantages, refuse_unused
-from spectral_monitor import gradient_spectra, matrix_type, read_spectra, summary
+from spectral_monitor import directions, gradient_spectra, matrix_type, read_spectra, summary
 from training import (
     MODEL,
     REPO,
@@ -443,7 +443,9 @@ def test_the_monitor_sees_the_gradient_before_any_clip(tmp_path):
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
         wanted = spectral_stats(seen[name], top=3)
         for key, value in lines[0]["matrices"][name].items():
-            assert value == pytest.approx(wanted[key], abs=1e-6)
+            assert value == pytest.approx(wanted[key.replace("_0.", "@0.")], abs=1e-6)
+    shared = {f"spectral/{key}" for key in lines[0]["matrices"][name]} & set(trainer.state.log_history[0])
+    assert len(shared) == 5  # the file and the metrics use the same names
     assert (tmp_path / "spectral.png").stat().st_size > 10_000
     records = [r for r in trainer.state.log_history if "loss" in r]
     mean = sum(m["top_share"] for m in lines[0]["matrices"].values()) / 28
@@ -463,15 +465,29 @@ def test_the_monitor_treats_experts_one_by_one_and_marks_what_is_broken():
     assert spectra["layers.0.proj.weight"] is None
     wanted = (spectral_stats(stack[0], 2)["top_share"] + spectral_stats(stack[2], 2)["top_share"]) / 2
     assert spectra["layers.0.experts"]["top_share"] == pytest.approx(wanted)
+    names = {
+        name.removeprefix("spectral/") for name in summary(spectra)
+    }  # one name, in the metrics and in spectral.jsonl
+    assert (
+        names == {"top_share", "entropy_rank", "rank_0.5", "rank_0.7", "rank_0.9"} <= set(spectra["layers.0.experts"])
+    )
+
+
+@pytest.mark.parametrize(("sides", "top"), [((96, 64), 2), ((2048, 1024), 32), ((4096, 4096), 32), ((96, 8), 1)])
+def test_the_top_share_is_of_few_of_the_directions_that_a_matrix_has(sides, top):
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(*sides, bias=False, device="meta")])})
+    assert directions(model) == top
 
 
 def test_a_statistic_that_one_matrix_lacks_is_left_out_of_the_mean():
     """Of a matrix above 2048 the sketch gives no entropy rank, and no rank for a level it does not reach: a mean of those is no number,
     and the guard would take it for a broken run."""
-    flat = spectral_stats(torch.eye(40), top=2, exact=False, sketch=8)
-    assert math.isinf(flat["rank@0.9"]) and math.isnan(flat["entropy_rank"])
-    means = summary({"a": spectral_stats(torch.eye(40), top=2), "b": flat, "c": None})
-    assert means == {"spectral/top_share": pytest.approx(0.05)}
+    whole, flat = (
+        {key.replace("@", "_"): value for key, value in spectral_stats(torch.eye(40), top=2, **options).items()}
+        for options in ({}, {"exact": False, "sketch": 8})
+    )
+    assert math.isinf(flat["rank_0.9"]) and math.isnan(flat["entropy_rank"])
+    assert summary({"a": whole, "b": flat, "c": None}) == {"spectral/top_share": pytest.approx(0.05)}
 
 
 def test_matrix_types():

@@ -42,7 +42,7 @@ from rlvr_launch import (
     requested_processes,
     settle_output_dir,
 )
-from rlvr_report import PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
+from rlvr_report import MORE_PANELS, PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
 
 REPO = Path(__file__).resolve().parents[1]
 RECIPE = REPO / "recipes" / "grpo_tokenclip.py"
@@ -870,16 +870,36 @@ def test_only_the_main_process_writes(tmp_path):
 def test_every_metric_of_a_panel_is_drawn_and_no_other(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(rlvr_report.plt, "close", figures.append)
-    known = list(itertools.chain(*PANELS.values()))
+    known = list(itertools.chain(*PANELS.values(), *MORE_PANELS.values()))
+    masked = [f"{clip}/masked_frac" for clip in ("token_clip", "seq_clip", "minirl", "off_policy_mask", "mine")]
+    known = [name for name in known if name != "*/masked_frac"] + masked
     for names in (known, known[:3], ["other"]):
         records = [{"step": i, **dict.fromkeys(names, i + 1.0)} for i in range(3)]
         plot_curves(records, tmp_path / "curve.png", "title")
         drawn = {label for axis in figures[-1].axes for label in axis.get_legend_handles_labels()[1]}
         assert drawn == set(names) & set(known)
+        titles = [axis.get_title() for axis in figures[-1].axes if axis.get_title()]
+        assert titles == [*PANELS, *(MORE_PANELS if names is known else [])]
         assert (tmp_path / "curve.png").stat().st_size > 10_000
     monkeypatch.undo()
     for figure in figures:
         rlvr_report.plt.close(figure)
+
+
+def test_a_line_between_two_samplings_keeps_its_columns(tmp_path, capsys):
+    """Four updates a sampling, every step printed."""
+    report, bar = RunReport(tmp_path / "run"), []
+    report.on_train_begin(None, state(0, 8), None)
+    report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
+    for step in range(1, 9):
+        sampled = {"reward": 0.5, "completions/mean_length": 20.0} if step % 4 == 1 else {}
+        logs = {"entropy": 1.0, "minirl/masked_frac": 0.25, "other/masked_frac": 0.75} | sampled
+        report.on_log(None, state(step, 8), None, logs=logs)
+    report.on_train_end(None, state(8, 8), None)
+    lines = re.findall(r"^step +\d+  (.*)$", capsys.readouterr().out, flags=re.M)
+    assert lines[0] == lines[4] == "reward 0.5  entropy 1  masked 0.25  length 20"
+    assert set(lines[1:4] + lines[5:]) == {"reward -  entropy 1  masked 0.25  length -"}
+    assert bar == [{"reward": "0.5", "entropy": "1", "masked": "0.25", "length": "20"}] * 8
 
 
 def test_a_run_shorter_than_logging_steps_ends_well(tmp_path):
