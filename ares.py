@@ -2,7 +2,8 @@
 
 For every weight matrix W (m, n) with gradient G:
 
-    1  U, S, V  leading singular triplets of G by randomized block power iteration, warm-started with the last V
+    1  U, S, V  leading singular triplets of G by randomized block power iteration: Q <- orth(G^T G [last V, random columns]),
+                then Rayleigh-Ritz on Q: G Q = U S W^T, V = Q W
     2  r_hat  = exp(- sum_i p_i ln p_i),   p_i = S_i^2 / sum_{j <= rank_max} S_j^2          in [1, rank_max]
     3  r_bar <- rank_ema r_bar + (1 - rank_ema) r_hat;   r = clip(round(r_bar), rank_min, rank_max)
     4  G_hat  = U_r S_r V_r^T
@@ -23,8 +24,8 @@ copy in the state: at a learning rate of 1e-6 the update is far below their spac
 A copy rather than stochastic rounding: exact, the same on every rank, and it resumes bit for bit; it costs 4 bytes a parameter.
 
 Sharding: under DDP every rank does the same. Under FSDP2 (DTensor, split along the first dimension) G stays where it is: products are
-local, and what travels is the factor G^T P, (n, rank_max + oversample), and small Gram matrices. Expert stacks (E, m, n) are split by
-expert and need nothing. Nothing gathers a matrix.
+local, and what travels is the factor G^T G Q, (n, rank_max + oversample), and small Gram matrices. Expert stacks (E, m, n) are split
+by expert and need nothing. Nothing gathers a matrix.
 """
 
 import functools
@@ -91,8 +92,11 @@ def block_power_iteration(grad, rank, iters=2, oversample=8, basis=None, seed=0)
     grad = _work(grad)
     m, n = grad.shape[-2:]
     rank, columns = min(rank, m, n), min(rank + oversample, m, n)
-    start = _start(basis, n, columns, oversample, seed, grad)
-    left, right, corner = _subspace(grad, start, iters, _householder_qr, None)
+    right = _start(basis, n, columns, oversample, seed, grad)
+    for _ in range(iters):
+        right = torch.linalg.qr(_multiplied(grad, right)).Q
+    left = torch.linalg.qr(grad @ right).Q
+    right, corner = torch.linalg.qr((left.mT @ grad).mT)
     u, s, vh = torch.linalg.svd(corner.mT)  # P^T grad = corner^T right^T
     return (left @ u)[..., :rank], s[..., :rank], (right @ vh.mT)[..., :rank]
 
@@ -106,23 +110,12 @@ def _start(basis, n, columns, oversample, seed, like):
     return torch.cat([kept, fresh.expand(*kept.shape[:-2], *fresh.shape)], -1)
 
 
-def _subspace(grad, start, iters, qr, group):
-    """-> (P (..., m, q), Q (..., n, q), R (..., q, q)), P and Q orthonormal, with P^T grad = R^T Q^T.
-
-    `group`: the processes that hold the other rows of grad, None where there are none. P has the rows of grad, Q all of its own.
-    """
-    right = start
-    for i in range(iters + 1):
-        exact = i == iters
-        left = grad @ right
-        # one of the two sides is enough to keep columns apart between iterations: here the norm only, against under- and overflow
-        left = (
-            qr(left, group, exact)[0]
-            if exact
-            else left / _divisor(_sum(left.square().sum(-2, keepdim=True), group).sqrt())
-        )
-        right, corner = qr(_sum(left.mT @ grad, group).mT, None, exact)  # in this order: the faster product
-    return left, right, corner
+def _multiplied(grad, right, group=None):
+    """grad^T grad @ right, (..., n, q), up to a factor for each column. `group`: the processes that hold the other rows of grad."""
+    left = grad @ right  # (..., m, q)
+    # columns of norm 1 are enough for half an iteration to keep them apart, and against under- and overflow
+    left = left / _divisor(_sum(left.square().sum(-2, keepdim=True), group).sqrt())
+    return _sum(left.mT @ grad, group).mT  # in this order: the faster product
 
 
 def _divisor(norms):
@@ -135,45 +128,30 @@ def _sum(x, group):
     return x
 
 
-def _householder_qr(x, group, exact):
-    """Orthonormal columns for any x (..., rows, q), and R. Rows spread over `group`: QR of the stacked small R of all ranks."""
-    if group is None:
-        return torch.linalg.qr(x)
-    missing = x.shape[-1] - x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, max(missing, 0)))  # a shard can have fewer rows than columns
-    own, corner = torch.linalg.qr(padded)
-    corners = [torch.empty_like(corner) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(corners, corner.contiguous(), group=group)
-    joint, corner = torch.linalg.qr(torch.cat(corners, -2))
-    rank, q = dist.get_rank(group), x.shape[-1]
-    return (own @ joint[..., rank * q : (rank + 1) * q, :])[..., : x.shape[-2], :], corner
+def _cholesky_factors(grams, loose):
+    """For each Gram matrix X^T X (..., q, q) an upper T (..., q, q) with X T orthonormal, and cholesky's status, 0 where it went well.
 
-
-def _cholesky_qr(x, group, exact, failed):
-    """As `_householder_qr` from Gram matrices: three products, no column-by-column pass. `failed` collects cholesky's status.
-
-    Columns are scaled to norm 1 and the Gram matrix is shifted by q * eps, so that a nearly singular one passes; between power
-    iterations only the span counts and one pass does. `exact` adds a second, almost without shift, after which columns are
-    orthonormal to rounding where x had a condition number up to about 1e5 (float32). Beyond, directions that are lost in the
-    rounding of x may come out shorter than 1: they hold no gradient. What cholesky cannot factor is done again by Householder.
+    All of one size in one call. Columns are scaled to norm 1 and the diagonal is raised by q float epsilons (`loose`) or 4, so that a
+    nearly singular one passes. X T is orthonormal to rounding times the square of X's condition: between power iterations, where the
+    span alone counts, one loose pass does; a second pass over X T, not loose, is exact where X had a condition up to about 1e5
+    (float32). Beyond, directions that are lost in the rounding of X may come out shorter than 1: they hold no gradient.
     """
-    q = x.shape[-1]
-    eps = torch.finfo(x.dtype).eps
-    corner = None
-    for shift in (q * eps, 4 * eps) if exact else (q * eps,):
-        gram = _sum(x.mT @ x, group)
-        norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-        divisor = _divisor(norms)
+    equal = defaultdict(list)
+    for i, gram in enumerate(grams):
+        equal[gram.shape[-1], gram.dtype, gram.device].append(i)
+    factors, status = [None] * len(grams), [None] * len(grams)
+    for (q, dtype, device), places in equal.items():
+        gram = torch.cat([grams[i].reshape(-1, q, q) for i in places])
+        divisor = _divisor(gram.diagonal(dim1=-2, dim2=-1).sqrt())
         gram = gram / divisor.unsqueeze(-1) / divisor.unsqueeze(-2)
-        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+        gram.diagonal(dim1=-2, dim2=-1).add_((q if loose else 4) * torch.finfo(dtype).eps)
         lower, info = torch.linalg.cholesky_ex(gram)
-        failed.append(info)
-        identity = torch.eye(q, dtype=x.dtype, device=x.device).expand_as(lower)
-        inverse = torch.linalg.solve_triangular(lower, identity, upper=False).mT / divisor.unsqueeze(-1)
-        x = x @ inverse
-        upper = lower.mT * norms.unsqueeze(-2)  # of an empty column 0, so that no singular value comes out of nothing
-        corner = upper if corner is None else upper @ corner
-    return x, corner
+        identity = torch.eye(q, dtype=dtype, device=device).expand_as(lower)
+        upper = torch.linalg.solve_triangular(lower, identity, upper=False).mT / divisor.unsqueeze(-1)
+        counts = [grams[i].numel() // q**2 for i in places]
+        for i, factor, code in zip(places, upper.split(counts), info.split(counts), strict=True):
+            factors[i], status[i] = factor.reshape(grams[i].shape), code
+    return factors, status
 
 
 def _energies(grad):
@@ -227,7 +205,7 @@ def _share(part, total):
 
 STACK_ELEMENTS = 2**18  # matrices up to this size are stacked: below, calls cost more than the copy
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
-NOISE = 1e-7  # singular values below this multiple of the largest are rounding: they count as 0
+NOISE = 8  # singular values below this many float epsilons of the largest are rounding: they count as 0
 
 
 class Ares(torch.optim.Optimizer):
@@ -238,7 +216,8 @@ class Ares(torch.optim.Optimizer):
                       stack (E, m, n) as E matrices.
     rank_max, rank_min     limits of the rank; a matrix smaller than rank_max has its own size as limit
     rank_ema          weight of the past in the rank; 0 = no smoothing
-    power_iters       power iterations a step beside the Rayleigh-Ritz one; one more on a matrix's first step
+    power_iters       power iterations a step, two products with the gradient each (Rayleigh-Ritz and G_hat are one more each); one
+                      more on a matrix's first step
     oversample        random columns drawn anew each step
     step              "literal": Adam's direction as it is; "projected": projected onto the current r directions on both sides
     rank_mode         "dynamic", or "fixed": r = rank_max
@@ -332,8 +311,7 @@ class Ares(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         buckets, plain = self._collect()
-        for bucket in buckets:
-            bucket.sketch(_cholesky_qr)
+        _sketch(buckets)
         if not self._check_finite(buckets, plain):
             self.param_groups[0]["skipped"] += 1
             return loss
@@ -388,7 +366,7 @@ class Ares(torch.optim.Optimizer):
         names = [m.name for m in suspects if not torch.isfinite(m.grad).all()]
         if not _reduced(torch.tensor(float(len(names)), device=flags[0].device), groups):
             for bucket in again:
-                bucket.sketch(_householder_qr)
+                bucket.sketch_by_householder()
             self.fallbacks += len(again)
             return True
         if self.nonfinite == "skip":
@@ -545,20 +523,32 @@ def _shard_group(p, name):
     return p.device_mesh.get_group(split[0])
 
 
+def _same_layout(*tensors):
+    """Do the tensors, of one shape, fill their memory without gaps and in one and the same order of dimensions?"""
+    if all(x.is_contiguous() for x in tensors):
+        return True
+    sizes, strides = tensors[0].shape, {x.stride() for x in tensors}
+    return len(strides) == 1 and sum((n - 1) * s for n, s in zip(sizes, *strides, strict=True)) == sizes.numel() - 1
+
+
 def _adamw(members, grads):
     """torch's AdamW on weights and moments of `members`, which share a group, with `grads` in the place of their own."""
     group = members[0].group
     for member in members:
         member.sync_master()
     device = members[0].weight.device
+    weights = [m.weight for m in members]
+    first, second = ([_own(m.state[name]) for m in members] for name in ("exp_avg", "exp_avg_sq"))
+    # torch's fused kernel pairs values by their place in memory, whatever the strides say
+    aligned = all(_same_layout(*tensors) for tensors in zip(weights, grads, first, second, strict=True))
     adamw(
-        [m.weight for m in members],
+        weights,
         grads,
-        [_own(m.state["exp_avg"]) for m in members],
-        [_own(m.state["exp_avg_sq"]) for m in members],
+        first,
+        second,
         [],
         [torch.full((), float(m.step - 1), device=device) for m in members],  # made on the device: no wait
-        fused=device.type in FUSED,
+        fused=device.type in FUSED and aligned,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -576,65 +566,86 @@ class _Bucket:
         self.members, self.group = members, members[0].group
         self.single = len(members) == 1  # one matrix, or one expert stack, as it is; else stacked (b, m, n)
         self.rows = members[0].rows
+        self.status = []  # of the factorisations so far, 0 where one went well
 
     def _stack(self, tensors):
         return tensors[0] if self.single else torch.stack(tensors)
 
-    def sketch(self, qr):
-        """P, Q, R of every gradient: see `_subspace`. No state changes."""
+    @functools.cached_property
+    def _stacked(self):
+        return torch.stack([m.grad for m in self.members])
+
+    @property
+    def grad(self):
+        """(..., m, n), this rank's rows. A large half-precision one is converted anew each time: its copies would add up to the model."""
+        return self.members[0].grad if self.single else self._stacked
+
+    def start(self):
+        """(..., n, q): the last basis and fresh columns. Sets `turns`, the number of power iterations."""
         group, first = self.group, self.members[0]
-        grad = self._stack([m.grad for m in self.members])  # (..., m, n), of this rank's rows
         m, n = first.p.shape[-2:]
         basis = self._stack([_own(member.state["basis"]) for member in self.members])  # (..., n, k)
         columns = min(group["rank_max"] + group["oversample"], m, n)
         cold = first.step == 1
+        self.turns = group["power_iters"] + cold
         if not cold:  # a gradient of lower rank left columns without direction
             filler = _gaussian_once(n, basis.shape[-1], group["seed"], basis.device, basis.dtype)
             basis = torch.where(basis.square().sum(-2, keepdim=True) > 0.25, basis, filler)
         seed = (
             group["seed"] + 1_000_003 * first.step
         )  # one draw a step for all matrices: their gradients differ, it need not
-        start = _start(None if cold else basis, n, columns, group["oversample"], seed, grad)
-        self.failed = []
-        options = {"failed": self.failed} if qr is _cholesky_qr else {}
-        self.left, self.right, self.corner = _subspace(
-            grad, start, group["power_iters"] + cold, functools.partial(qr, **options), self.rows
-        )
+        return _start(None if cold else basis, n, columns, group["oversample"], seed, basis)
 
     def broken(self):
         """() bool: a factorisation failed, or something is not finite."""
-        flag = ~self.corner.isfinite().all()
-        return torch.stack([flag, *((info != 0).any() for info in self.failed)]).any()
+        return ~self.core.isfinite().all() | (torch.cat(self.status) != 0).any()
+
+    def finish_sketch(self, right, mix):
+        """Keep X = right (..., n, q) and T = mix (..., q, q) with Q = X T orthonormal, G X, and the core (G Q)^T G Q in float64.
+
+        From its eigenvalues to G's singular triplets see `_rayleigh_ritz`. Squaring in float64 loses nothing that float32 held.
+        """
+        self.right, self.mix = right, mix
+        self.left = self.grad @ right  # (..., m, q)
+        wide, mix = self.left.to(_wide(right.device)), mix.to(_wide(right.device))
+        self.core = mix.mT @ _sum(wide.mT @ wide, self.rows) @ mix  # (..., q, q)
+
+    def sketch_by_householder(self):
+        right = self.start()
+        for _ in range(self.turns):
+            right = torch.linalg.qr(_multiplied(self.grad, right, self.rows)).Q
+        right = torch.linalg.qr(right).Q
+        identity = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+        self.finish_sketch(right, identity.expand(*right.shape[:-2], *identity.shape))
 
     def update(self):
-        """Rank, truncation, Adam, weights. Needs `values` and `vectors` from `_rayleigh_ritz`."""
+        """Rank, truncation, Adam, weights. Needs `values`, `vectors` and `estimate` from `_rayleigh_ritz`."""
         group, members = self.group, self.members
         basis = [_own(m.state["basis"]) for m in members]
         k = basis[0].shape[-1]
-        values, inner_left, inner_right = self.values[..., :k], self.inner_left[..., :k], self.inner_right[..., :k]
-        u = self.left @ inner_left  # (..., m, k)
-        v = self.right @ inner_right  # (..., n, k)
-        keep = torch.arange(k, device=u.device) < self._ranks(values).unsqueeze(-1)  # (..., k)
+        values, inner = self.values[..., :k], self.mix @ self.vectors[..., :k]  # (..., k), (..., q, k)
+        scaled, v = self.left @ inner, self.right @ inner  # U S: (..., m, k), and V: (..., n, k)
+        keep = (torch.arange(k, device=v.device) < self._ranks(k).unsqueeze(-1)).unsqueeze(-2)  # (..., 1, k)
         for i, old in enumerate(basis):
             old.copy_(v if self.single else v[i])
-        truncated = (u * (values * keep).unsqueeze(-2)) @ v.mT  # (..., m, n): G_hat
+        truncated = scaled @ (v * keep).mT  # (..., m, n): G_hat
         parts = [truncated] if self.single else list(truncated.unbind())
         if group["step"] == "literal":
             _adamw(members, parts)
         else:
-            self._projected(truncated, parts, u * keep.unsqueeze(-2), v * keep.unsqueeze(-2))
+            u = scaled * keep / torch.where(values > 0, values, math.inf).unsqueeze(-2)
+            self._projected(truncated, parts, u, v * keep)
 
-    def _ranks(self, values):
-        """Update the smoothed ranks from values (..., k), return the ranks in force, (...) whole numbers as floats."""
+    def _ranks(self, limit):
+        """Update the smoothed ranks, return the ranks in force, at most `limit`: (...) whole numbers as floats."""
         group = self.group
         olds = [_own(m.state["rank"]) for m in self.members]
         old = self._stack(olds)
-        estimate = effective_rank(values, group["energy_power"]).to(old.dtype)
+        estimate = self.estimate.to(old.dtype)
         smooth = group["rank_ema"] * old + (1 - group["rank_ema"]) * estimate
         new = torch.where(estimate == 0, old, torch.where(old == 0, estimate, smooth))  # no gradient says nothing
         for i, o in enumerate(olds):
             o.copy_(new if self.single else new[i])
-        limit = values.shape[-1]
         return (
             torch.full_like(new, limit)
             if group["rank_mode"] == "fixed"
@@ -658,24 +669,46 @@ class _Bucket:
             member.weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(part, alpha=group["lr"])
 
 
-def _rayleigh_ritz(buckets):
-    """Singular triplets of R^T for all buckets, in one call for each size: `values`, `inner_left`, `inner_right`, in float64.
+def _sketch(buckets):
+    """`finish_sketch` of all buckets. Large products one by one, what is small for all in one call. No state changes."""
+    rights = [bucket.start() for bucket in buckets]
 
-    P^T G = R^T Q^T and R R^T = W S^2 W^T, so G's are P (R^T W / S), S, Q W. Squaring in float64 loses nothing that float32 held.
+    def orthonormalise(places, loose):
+        grams = [rights[i].mT @ rights[i] for i in places]
+        found, status = _cholesky_factors(grams, loose)
+        for i, code in zip(places, status, strict=True):
+            buckets[i].status.append(code)
+        return found
+
+    for turn in range(max((bucket.turns for bucket in buckets), default=0)):
+        some = [i for i, bucket in enumerate(buckets) if turn < bucket.turns]
+        for i in some:
+            rights[i] = _multiplied(buckets[i].grad, rights[i], buckets[i].rows)
+        for i, factor in zip(some, orthonormalise(some, loose=True), strict=True):
+            rights[i] = rights[i] @ factor
+    for bucket, right, mix in zip(buckets, rights, orthonormalise(range(len(buckets)), loose=False), strict=True):
+        bucket.finish_sketch(right, mix)
+
+
+def _rayleigh_ritz(buckets):
+    """`values` (..., q) falling, `vectors` (..., q, q) and `estimate` (...) of all buckets, in one call for each size.
+
+    Of core = (G Q)^T G Q = W S^2 W^T; then G's triplets are G Q W / S, S, Q W. `estimate` is the entropy rank of the leading ones.
     """
-    sizes = defaultdict(list)
+    equal = defaultdict(list)
     for bucket in buckets:
-        sizes[bucket.corner.shape[-1], bucket.corner.device, bucket.corner.dtype].append(bucket)
-    for (_, device, dtype), members in sizes.items():
-        size = members[0].corner.shape[-1]
-        corner = torch.cat([bucket.corner.reshape(-1, size, size) for bucket in members]).to(
-            _wide(device)
-        )  # (all, q, q)
-        squares, right = torch.linalg.eigh(corner @ corner.mT)
-        values, right = squares.clamp(min=0).sqrt().flip(-1), right.flip(-1)
-        values = torch.where(values > NOISE * values[..., :1], values, 0.0)
-        left = corner.mT @ right / torch.where(values > 0, values, math.inf).unsqueeze(-2)
-        counts = [bucket.corner.numel() // size**2 for bucket in members]
-        for bucket, *parts in zip(members, *(x.to(dtype).split(counts) for x in (values, left, right)), strict=True):
-            stack = bucket.corner.shape[:-2]
-            bucket.values, bucket.inner_left, bucket.inner_right = (x.reshape(*stack, *x.shape[1:]) for x in parts)
+        core, group = bucket.core, bucket.group
+        limit = bucket.members[0].state["basis"].shape[-1]
+        equal[core.shape[-1], core.device, bucket.left.dtype, limit, group["energy_power"]].append(bucket)
+    for (size, _, dtype, limit, power), members in equal.items():
+        squares, vectors = torch.linalg.eigh(torch.cat([bucket.core.reshape(-1, size, size) for bucket in members]))
+        values, vectors = squares.clamp(min=0).sqrt().flip(-1), vectors.flip(-1)
+        noise = max(NOISE * torch.finfo(dtype).eps, 1e-7)  # their squares are exact to float64's epsilon
+        values = torch.where(values > noise * values[..., :1], values, 0.0)
+        estimate = effective_rank(values[..., :limit], power)
+        counts = [bucket.core.numel() // size**2 for bucket in members]
+        found = zip(*(x.to(dtype).split(counts) for x in (values, vectors, estimate)), strict=True)
+        for bucket, (some, right, rank) in zip(members, found, strict=True):
+            stack = bucket.core.shape[:-2]
+            bucket.values, bucket.vectors = some.reshape(*stack, size), right.reshape(*stack, size, size)
+            bucket.estimate = rank.reshape(stack)

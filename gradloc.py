@@ -16,8 +16,6 @@ costs one gradient norm and one comparison a step. Source: Tencent Hunyuan, "Gra
 the sequence and layer levels, the causes' evidence and the report are ours.
 """
 
-import contextlib
-import hashlib
 import inspect
 import math
 import statistics
@@ -34,9 +32,21 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
 
 import gradloc_report
+from gradloc_batch import (
+    boost,
+    copies,
+    exp_difference,
+    extras_of,
+    log_rho_z,
+    mask_and_ids,
+    prompt_id,
+    prompt_ids,
+    rho_of,
+    value_at,
+)
+from gradloc_causes import CAUSES, diagnose_into, place_key, sentence
 from gradloc_methods import (
     Call,
     Found,
@@ -57,25 +67,8 @@ from gradloc_methods import (
     sum_over_ranks,
     world_size,
 )
+from gradloc_trainer import Attachment
 from layer_clip import LayerClip, gradient_norms, group_norms, kind_of, layer_of, parameter_norms  # noqa: F401
-from routing import replay_routing
-from support import replay_support
-
-CAUSES = {
-    "A.1": "token-level mismatch, training against sampling",
-    "A.2": "sequence-level training-inference mismatch",
-    "B": "layer-wise gradient heterogeneity",
-    "N": "a value that is not finite",
-    "unclassified": "no known cause",
-}
-REMEDIES = {
-    "A.1": "--token_clip icepop",
-    "A.2": "--seq_clip_low 0.995 --seq_clip_high 1.005",
-    "B": "--layer_clip",
-    "N": "",
-    "unclassified": "",
-}
-
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
@@ -271,134 +264,6 @@ class Trigger:
         self.seen, self.suppressed, self.quiet = state["seen"], state["suppressed"], dict(state["quiet"])
 
 
-# --- what made it -----------------------------------------------------------------------------------------------------
-
-
-def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0, apart=4.0):
-    """Cause of a spike from its evidence. -> (cause, evidence sentences, what could not be judged).
-
-    tokens     [{"share", "omega", "ratio", "boost"}] signed shares of the norm; the others may be None or absent
-    sequences  [{"share", "rho", "log_rho_z"}]: rho may be None; log_rho_z = |log rho - median| / (1.4826 MAD) over the step's
-               sequences
-    layers     {name: {"norm", "median", "ratio"}}: ratio to the layer's own median, None without history
-
-    A.1  the tokens with a weight outside token_band hold at least half of the norm that the listed tokens hold. The weight: omega;
-         or the staleness r = pi_theta/pi_old, where the loss does multiply by it (boost, the token's |dL/dlogp| over the median
-         of its sequence, is 2 or more). r and pi_old/mu can cancel in omega while PPO's loss, which leaves r unbounded
-         for A < 0, takes r alone; the clip on omega treats both. ours: the blog looks at omega only
-    A.2  else, the sequences with omega inside and rho outside seq_band hold at least half of it, and they stand out of the step (z > 3)
-    B    else, some layer is more than layer_factor times its own median and more than twice as far from it as the
-         median layer is: heterogeneous, not everything at once. Before A.2, and before an A.1 whose omegas are the smaller
-         factor, if it is more than `apart` times as far: omega and rho weigh a token's gradient alike in all layers
-    paper: bands TokenClip [0.5, 5], SeqClip (0.995, 1.005); which share makes a cause, and what "outside its history" means for a
-    layer, not stated; we: half, and the factors above, because they separate planted causes (results/gradloc/report.md).
-    """
-    evidence, not_judged = [], []
-    ratios = {name: layer["ratio"] for name, layer in layers.items() if layer["ratio"] is not None}
-    middle = statistics.median(ratios.values()) if ratios else 0.0
-    furthest = max(ratios, key=ratios.get) if len(ratios) > 1 else None
-    spread = 1.0  # how much further from its history one layer is than the median layer, where that says something
-    if furthest and ratios[furthest] > layer_factor and ratios[furthest] > apart * middle:
-        spread = ratios[furthest] / max(middle, 1e-6)
-    total = sum(abs(t["share"]) for t in tokens) or 1.0
-    judged = [t for t in tokens if t["omega"] is not None or t.get("ratio") is not None]
-    outside = [(t, *weight) for t in judged if (weight := outside_weight(t, token_band)) is not None]
-    part = sum(abs(t["share"]) for t, _, _ in outside) / total
-    factor = max((max(value, 1 / max(value, 1e-30)) for _, _, value in outside), default=1.0)
-    if not tokens:
-        not_judged.append("A.1 and A.2: no token stands out")
-    elif not judged:
-        not_judged.append("A.1 and A.2: the inference engine's log-probs (rollout_logps) were not recorded")
-    elif part >= 0.5 and not factor < spread:  # a NaN omega counts
-        worst, name, value = max(outside, key=lambda x: abs(x[0]["share"]))
-        evidence.append(
-            f"{len(outside)} of the {len(tokens)} listed tokens have a weight outside [{token_band[0]:g}, {token_band[1]:g}]; they "
-            f"hold {100 * part:.0f} % of what the list holds; the largest has {WEIGHTS[name]} = {value:.3g}"
-        )
-        if stale(worst):
-            evidence.append(
-                f"it is stale: the policy moved since it sampled (r = pi_theta/pi_old = {worst['ratio']:.3g}) more than the engines "
-                f"disagree (pi_old/mu = {_shown(worst.get('mismatch'))}); fewer updates a sampling or a smaller learning rate treat that"
-            )
-        return "A.1", evidence, not_judged
-    elif outside:
-        evidence.append(
-            f"tokens with a weight outside the band hold {'only ' if part < 0.5 else ''}{100 * part:.0f} % of what the list holds"
-            + ("" if part < 0.5 else ", but one layer is further outside its own history")
-        )
-    else:
-        evidence.append(f"the weight of every listed token lies in [{token_band[0]:g}, {token_band[1]:g}]")
-    known = [s for s in sequences if s["rho"] is not None]
-    drifting = [s for s in known if not seq_band[0] < s["rho"] < seq_band[1]]
-    share = sum(abs(s["share"]) for s in sequences) or 1.0
-    apart_from_others = standing_out(sequences, seq_band)
-    part = sum(abs(s["share"]) for s in apart_from_others) / share
-    if part >= 0.5 and spread == 1.0:
-        worst = max(apart_from_others, key=lambda s: abs(s["share"]))
-        z = (
-            ""
-            if worst["log_rho_z"] is None
-            else f", {worst['log_rho_z']:.0f} robust deviations from the step's median"
-        )
-        evidence.append(
-            f"rho (geometric mean of omega) is {worst['rho']:.4g}, outside ({seq_band[0]:g}, {seq_band[1]:g}){z}, in sequences "
-            f"with {100 * part:.0f} % of what the listed ones hold"
-        )
-        return "A.2", evidence, not_judged
-    if known:
-        evidence.append(
-            f"rho is outside ({seq_band[0]:g}, {seq_band[1]:g}) in {len(drifting)} of {len(known)} listed sequences, but "
-            + (
-                "in none that stands out of the step" if not apart_from_others
-                else "these hold the smaller part" if part < 0.5
-                else "a sequence's weight is the same in all layers"
-            )
-        )  # fmt: skip
-    if furthest is None:
-        not_judged.append("B: fewer than 8 earlier steps of layer norms are recorded")
-        return "unclassified", evidence, not_judged
-    if ratios[furthest] > layer_factor and ratios[furthest] > 2 * middle:
-        evidence.append(
-            f"{furthest} is at {ratios[furthest]:.1f} times its own median norm while the median layer is at {middle:.1f} times"
-        )
-        return "B", evidence, not_judged
-    evidence.append(
-        f"layers move together: the largest, {furthest}, is at {ratios[furthest]:.1f} times its median, the median layer at {middle:.1f}"
-    )
-    return "unclassified", evidence, not_judged
-
-
-WEIGHTS = {"omega": "omega = pi_theta/mu", "ratio": "r = pi_theta/pi_old"}
-
-
-def outside_weight(token, band):
-    """("omega" or "ratio", its value) of a token whose weight lies outside the band, as in `diagnose`; else None."""
-    omega, ratio, boost = token["omega"], token.get("ratio"), token.get("boost")
-    if omega is not None and not band[0] <= omega <= band[1]:
-        return "omega", omega
-    if ratio is not None and not band[0] <= ratio <= band[1] and boost is not None and boost >= 2:
-        return "ratio", ratio
-    return None
-
-
-def standing_out(sequences, band):
-    """The sequences whose rho is outside the band and more than 3 robust deviations from the step's median."""
-    known = [s for s in sequences if s["rho"] is not None and not band[0] < s["rho"] < band[1]]
-    return [s for s in known if s["log_rho_z"] is None or s["log_rho_z"] > 3]
-
-
-def stale(token):
-    """Is a token's weight the policy's own movement (ratio) rather than the engines' disagreement (mismatch)?"""
-    ratio, mismatch = token.get("ratio"), token.get("mismatch")
-    if ratio is None or not ratio > 0:
-        return False
-    return mismatch is None or not mismatch > 0 or abs(math.log(ratio)) > abs(math.log(mismatch))
-
-
-def _shown(value):
-    return "not recorded" if value is None else f"{value:.3g}"
-
-
 # --- GradLoc ----------------------------------------------------------------------------------------------------------
 
 
@@ -452,7 +317,7 @@ class GradLoc:
         noise = rng_state() if model.training else None
         outputs = logps_fn(model, batch)
         self.record(logps_fn, batch, outputs, noise)
-        return _copies(outputs)  # a loss that edits them in place must not lose the hooks
+        return copies(outputs)  # a loss that edits them in place must not lose the hooks
 
     def record(self, logps_fn, batch, outputs, noise=None):
         """Remember a call that was made: logps_fn(model, batch) gave `outputs`, which the coming backward goes through."""
@@ -461,9 +326,9 @@ class GradLoc:
             noise = None  # the call drew no random number (dropout, NEFTune, ...): its rows may be cut out
         if not (torch.is_grad_enabled() and named["logps"].requires_grad):
             return None
-        call = Call(logps_fn, batch, named, *_mask_and_ids(batch, named["logps"].shape), rng=noise)
+        call = Call(logps_fn, batch, named, *mask_and_ids(batch, named["logps"].shape), rng=noise)
         if isinstance(batch, Mapping):
-            call.extras = _extras(batch, call.shape)
+            call.extras = extras_of(batch, call.shape)
         call.watch(named)
         self.calls.append(call)
         if len(self.calls) > 1024:
@@ -629,8 +494,8 @@ class GradLoc:
             )
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
-            _diagnose_into(report, self.token_band, self.seq_band)
-        report.sentence = _sentence(report, self.token_band, self.seq_band)
+            diagnose_into(report, self.token_band, self.seq_band)
+        report.sentence = sentence(report, self.token_band, self.seq_band)
         return report
 
     def _name_layers(self, step, report):
@@ -710,7 +575,7 @@ class GradLoc:
     def _describe(self, step, report, places, values, found):
         """Every rank describes its own tokens and sequences; the parts are put together in the order of `places`."""
         mine, sequences = {}, {}
-        z = _log_rho_z(step.calls)
+        z = log_rho_z(step.calls)
         for place in places:
             owner, index, row, column = place
             if owner != rank():
@@ -735,7 +600,7 @@ class GradLoc:
             report.sequences = [s for s in report.sequences if abs(s["share"]) >= 0.01 * largest]
         if values is None:
             for sequence in report.sequences:
-                key = _key(sequence)
+                key = place_key(sequence)
                 own = [t for t in report.tokens if (t.rank, t.micro_batch, t.sequence) == key]
                 for token in own:
                     sequence["shares"][token.position - sequence["first_position"]] = token.share
@@ -743,19 +608,20 @@ class GradLoc:
 
     def _token(self, step, call, place, share, found):
         owner, index, row, column = place
-        at = {name: _at(value, call, row, column) for name, value in call.extras.items()}
+        at = {name: value_at(value, call, row, column) for name, value in call.extras.items()}
         logp, old, rollout = float(call.outputs["logps"][row, column]), at.get("old_logps"), at.get("rollout_logps")
         token = None if call.ids is None else int(call.ids[row, column])
         return TokenReport(
             owner, index, row, column - call.offset, token, self._text(token), math.nan if share is None else share,
             weight=float(call.weights["logps"][row, column]) if "logps" in call.weights else None,
-            boost=_boost(call, row, column), grad_norm=found.grad_norm if found else None,
+            boost=boost(call, row, column), grad_norm=found.grad_norm if found else None,
             grad_norm_share=found.grad_norm / step.norm if found and step.norm else None,
             layers=_grouped(step, found.norms, layer_of) if found else None,
             kinds=_grouped(step, found.norms, kind_of) if found else None,
             logp=logp, old_logp=old, rollout_logp=rollout, ref_logp=at.get("ref_logps"),
-            ratio=_exp(logp, old), mismatch=_exp(old, rollout), omega=_exp(logp, rollout), rho=_rho(call, row),
-            advantage=at.get("advantages"), reward=at.get("rewards"), prompt_id=_prompt_id(call, row),
+            ratio=exp_difference(logp, old), mismatch=exp_difference(old, rollout), omega=exp_difference(logp, rollout),
+            rho=rho_of(call, row),
+            advantage=at.get("advantages"), reward=at.get("rewards"), prompt_id=prompt_id(call, row),
             version=None if at.get("version") is None else int(at["version"]),
         )  # fmt: skip
 
@@ -764,15 +630,15 @@ class GradLoc:
         columns = call.mask[row].nonzero().squeeze(1).tolist()
         first, last = (columns[0], columns[-1] + 1) if columns else (call.offset, call.offset)
         ids = None if call.ids is None else call.ids[row, first:last].tolist()
-        at = {name: _at(value, call, row, first) for name, value in call.extras.items()}
+        at = {name: value_at(value, call, row, first) for name, value in call.extras.items()}
         shares = [0.0] * (last - first) if shares is None else shares[first:last].tolist()
-        prompt = _prompt_ids(call, row)
+        prompt = prompt_ids(call, row)
         return {
             "rank": owner, "micro_batch": index, "sequence": row,
             "prompt": None if prompt is None or self.tokenizer is None else self.tokenizer.decode(prompt),
-            "prompt_id": _prompt_id(call, row),
+            "prompt_id": prompt_id(call, row),
             "tokens": [self._text(i) or "?" for i in ids] if ids is not None else ["?"] * (last - first),
-            "shares": shares, "first_position": first - call.offset, "share": sum(shares), "rho": _rho(call, row),
+            "shares": shares, "first_position": first - call.offset, "share": sum(shares), "rho": rho_of(call, row),
             "log_rho_z": z.get((index, row)), "advantage": at.get("advantages"), "reward": at.get("rewards"),
             "version": None if at.get("version") is None else int(at["version"]), "length": len(columns),
         }  # fmt: skip
@@ -858,10 +724,10 @@ def _backward(model, batch, logps_fn, objective_fn):
                 if same_rng_state(before, rng_state()):
                     before = None
                 named = named_outputs(outputs)
-                call = Call(logps_fn, part, named, *_mask_and_ids(part, named["logps"].shape), rng=before)
-                call.extras = _extras(part, call.shape) if isinstance(part, Mapping) else {}
+                call = Call(logps_fn, part, named, *mask_and_ids(part, named["logps"].shape), rng=before)
+                call.extras = extras_of(part, call.shape) if isinstance(part, Mapping) else {}
                 call.watch(named)
-                loss = objective_fn(_copies(outputs), part)
+                loss = objective_fn(copies(outputs), part)
                 if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
                     shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
                     raise ValueError(
@@ -886,15 +752,7 @@ def _backward(model, batch, logps_fn, objective_fn):
     return calls, parameters, gradient, total
 
 
-# --- reading a batch --------------------------------------------------------------------------------------------------
-
-MASKS = ("mask", "completion_mask", "response_mask", "loss_mask")
-EXTRAS = {  # names in batches -> names in the report
-    "rollout_logps": "rollout_logps", "sampling_per_token_logps": "rollout_logps",
-    "old_logps": "old_logps", "old_per_token_logps": "old_logps",
-    "ref_logps": "ref_logps", "ref_per_token_logps": "ref_logps",
-    "advantages": "advantages", "rewards": "rewards", "version": "version",
-}  # fmt: skip
+# --- parts of a model -------------------------------------------------------------------------------------------------
 
 
 def _trainable(model):
@@ -905,409 +763,11 @@ def _trainable(model):
     return {name: p for name, p in inner_module(model).named_parameters() if p.requires_grad}
 
 
-def _copies(outputs):
-    """What a logps_fn returned, in tensors of its own."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.clone()
-    if isinstance(outputs, Mapping):
-        return {name: _copies(value) for name, value in outputs.items()}
-    return tuple(map(_copies, outputs)) if isinstance(outputs, list | tuple) else outputs
-
-
-def _mask_and_ids(batch, shape):
-    """(mask, ids) of a batch in the shape of its log-probs, None where they cannot be told."""
-    if not isinstance(batch, Mapping):
-        return None, None
-    n, t = shape
-
-    def fitting(name):
-        value = batch.get(name)
-        fits = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == n and value.shape[1] >= t
-        return value[:, value.shape[1] - t :] if fits else None
-
-    masks = [m for m in map(fitting, MASKS) if m is not None]
-    mask = masks[0] != 0 if masks else None
-    labels = fitting("labels")
-    if mask is None and labels is not None:
-        mask = labels != -100
-    ids = fitting("completion_ids")
-    return mask, fitting("input_ids") if ids is None else ids
-
-
-def _extras(batch, shape):
-    extras = {}
-    for name, known in EXTRAS.items():
-        value = batch.get(name)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.shape[:1] == shape[:1]
-            and (value.dim() == 1 or value.shape[1] <= shape[1])
-        ):
-            extras[known] = value.detach()
-    return extras
-
-
-def _at(value, call, row, column):
-    """A recorded tensor's number for one token; None where it has none. (N,) and (N, 1) belong to the sequence."""
-    if value.dim() == 1:
-        return float(value[row])
-    if value.shape[1] == 1:
-        return float(value[row, 0])
-    shifted = column - (call.shape[1] - value.shape[1])
-    return float(value[row, shifted]) if shifted >= 0 else None
-
-
-def _exp(numerator, denominator):
-    if numerator is None or denominator is None:
-        return None
-    return (
-        math.exp(min(max(numerator - denominator, -80.0), 80.0))
-        if numerator == numerator and denominator == denominator
-        else math.nan
-    )
-
-
-def _advantage_outlier(sequences):
-    """A sentence where the leading sequence's advantage is far larger than the others'."""
-    sizes = [abs(s["advantage"]) for s in sequences if s["advantage"] is not None]
-    if len(sizes) < 3 or sequences[0]["advantage"] is None:
-        return None
-    median = statistics.median(sizes[1:])
-    if not abs(sequences[0]["advantage"]) > 5 * median > 0:
-        return None
-    first = sequences[0]["advantage"]
-    return f"the advantage of the first listed sequence, {first:.3g}, is {abs(first) / median:.0f} times the others'"
-
-
-def _boost(call, row, column):
-    """A token's |dLoss/dlogp| over the median of its sequence: above 1 the loss weighs it more than its neighbours."""
-    if "logps" not in call.weights:
-        return None
-    weights = call.weights["logps"][row][call.mask[row]].abs()
-    median = float(weights.median()) if len(weights) else 0.0
-    return float(call.weights["logps"][row, column].abs()) / median if median > 0 else None
-
-
-def _log_rho(call):
-    """(N,) mean over counted tokens of log omega; None without rollout log-probs."""
-    rollout = call.extras.get("rollout_logps")
-    if rollout is None or rollout.dim() != 2:
-        return None
-    t = rollout.shape[1]
-    mask, logps = call.mask[:, -t:], call.outputs["logps"][:, -t:]
-    difference = torch.where(mask, logps.double() - rollout.double(), 0.0)
-    return difference.sum(1) / mask.sum(1).clamp(min=1)
-
-
-def _rho(call, row):
-    log_rho = _log_rho(call)
-    return None if log_rho is None else math.exp(min(max(float(log_rho[row]), -80.0), 80.0))
-
-
-def _log_rho_z(calls):
-    """{(call, row): robust deviations of log rho from the median over this rank's sequences}."""
-    values = {}
-    for index, call in enumerate(calls):
-        log_rho = _log_rho(call)
-        if log_rho is not None:
-            counted = call.mask.any(1)
-            values |= {(index, i): float(x) for i, x in enumerate(log_rho) if counted[i] and math.isfinite(x)}
-    if len(values) < 4:
-        return {}
-    middle = statistics.median(values.values())
-    spread = 1.4826 * statistics.median(abs(x - middle) for x in values.values())
-    return {key: abs(x - middle) / max(spread, 1e-6) for key, x in values.items()}
-
-
-def _prompt_ids(call, row):
-    batch = call.batch
-    if not isinstance(batch, Mapping):
-        return None
-    if isinstance(batch.get("prompt_ids"), torch.Tensor):
-        ids, mask = batch["prompt_ids"][row], batch.get("prompt_mask")
-    elif isinstance(batch.get("input_ids"), torch.Tensor) and call.ids is not None:
-        columns = call.mask[row].nonzero().squeeze(1)
-        width = batch["input_ids"].shape[1]
-        end = width - call.shape[1] + (int(columns[0]) if len(columns) else 0)
-        ids, mask = batch["input_ids"][row, :end], batch.get("attention_mask")
-    else:
-        return None
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        ids = ids[mask[row, : len(ids)] != 0]
-    return ids.tolist()
-
-
-def _prompt_id(call, row):
-    """Short hash of the prompt's tokens: the same prompt has the same id in every step and run."""
-    ids = _prompt_ids(call, row)
-    return None if not ids else hashlib.sha256(str(ids).encode()).hexdigest()[:12]
-
-
 def _grouped(step, norms, label_of):
     labels = [label_of(name) for name in step.names]
     names = list(dict.fromkeys(labels))
     grouped = group_norms(norms.cpu(), torch.tensor([names.index(label) for label in labels]), len(names))
     return dict(zip(names, grouped.tolist(), strict=True))
-
-
-def _diagnose_into(report, token_band, seq_band):
-    tokens = [vars(t) for t in report.tokens]
-    cause, report.evidence, report.not_judged = diagnose(tokens, report.sequences, report.layers, token_band, seq_band)
-    outlier = _advantage_outlier(report.sequences)
-    if outlier:
-        report.evidence.append(outlier)
-    report.cause, report.remedy = cause, REMEDIES[cause]
-    if report.trigger["reason"] == "every_n_steps":
-        report.remedy = ""  # nothing to treat
-
-
-def _place(item, many):
-    """`sequence 5, micro-batch 1, on rank 0` of a token or a sequence of the report."""
-    item = item if isinstance(item, dict) else vars(item)
-    part = f", micro-batch {item['micro_batch']}," if many else ""
-    return f"sequence {item['sequence']}{part} on rank {item['rank']}"
-
-
-def _key(item):
-    item = item if isinstance(item, dict) else vars(item)
-    return item["rank"], item["micro_batch"], item["sequence"]
-
-
-def _sentence(report, token_band, seq_band):
-    """The headline: who, where, why, and the flag that treats it."""
-    head, many = f"step {report.step}: ", report.num_micro_batches > 1
-    t = (
-        max(report.tokens, key=lambda x: x.share) if report.tokens else None
-    )  # what the norm is made of, not what opposes it
-    if report.cause == "N":
-        text = head + report.evidence[0]
-        return text + (f"; token {t.position} ({t.token!r}) of {_place(t, many)}" if t is not None else "")
-    if report.grad_norm == 0:
-        return head + report.note
-    if t is None:
-        text = head + f"gradient norm {report.grad_norm:.3g}, and no token stands out"
-        if report.search and report.search["exhausted"]:
-            text = (
-                head
-                + f"the search budget of {report.search['budget']} backward passes ended before a token was reached"
-            )
-    else:
-        text = (
-            head
-            + f"{100 * t.share:.0f} % of the gradient norm is token {t.position} ({t.token!r}) of {_place(t, many)}"
-        )
-        rest = [x for x in report.tokens if x is not t]
-        if rest and abs(rest[0].share) > 0.1:
-            text += f", {100 * rest[0].share:.0f} % the next"
-        whole = next((x["share"] for x in report.sequences if _key(x) == _key(t)), None)
-        if whole is not None and whole > max(0.5, 1.5 * t.share):
-            text += f", {100 * whole:.0f} % its whole sequence"
-        if t.layers:
-            text += f", {_leading(t.layers)}"
-    if report.cause == "A.1":
-        worst = max((x for x in report.tokens if outside_weight(vars(x), token_band)), key=lambda x: abs(x.share))
-        name, value = outside_weight(vars(worst), token_band)
-        where = "" if worst is t else f" at token {worst.position} of {_place(worst, many)}"
-        kind = "stale token" if stale(vars(worst)) else "token mismatch"
-        text += f"; {WEIGHTS[name]} = {value:.2g}{where} ({kind})"
-    elif report.cause == "A.2":
-        worst = max(standing_out(report.sequences, seq_band), key=lambda x: abs(x["share"]))
-        where = "" if t is not None and _key(worst) == _key(t) else f" in {_place(worst, many)}"
-        text += f"; rho = {worst['rho']:.3g}{where} with omega in its band (sequence mismatch)"
-    elif report.cause == "B":
-        name = max((n for n in report.layers if report.layers[n]["ratio"]), key=lambda n: report.layers[n]["ratio"])
-        text += f"; {name} at {report.layers[name]['ratio']:.1f} times its own median (layer heterogeneity)"
-    elif report.not_judged:
-        text += "; cause not judged: " + "; ".join(report.not_judged)
-    else:
-        text += "; no known cause"
-    if report.trigger["reason"] == "every_n_steps":
-        return text + "; no spike, looked at in turn"
-    return text + (f": {report.remedy}" if report.remedy else "")
-
-
-def _leading(layers):
-    """The fewest layers that hold 80 % of the squared norm, as `layers 0-2` or a list."""
-    total, taken = sum(n * n for n in layers.values()), []
-    for name in sorted(layers, key=layers.get, reverse=True):
-        if sum(layers[n] ** 2 for n in taken) >= 0.8 * total:
-            break
-        taken.append(name)
-    numbers = sorted(int(n.split()[1]) for n in taken if n.startswith("layer "))
-    others = [n for n in taken if not n.startswith("layer ")]
-    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return ", ".join([f"layers {numbers[0]}-{numbers[-1]}", *others])
-    return ", ".join([f"layer {n}" for n in numbers] + others)
-
-
-# --- trainers ---------------------------------------------------------------------------------------------------------
-
-
-class Attachment(TrainerCallback):
-    """Connects a GradLoc (or None) and a LayerClip (its options, or None) to one trainer.
-
-    routes() -> the experts that the last training forward of a MoE used, or None: GradLoc's own passes replay them. The
-    gradient takes the routing as given, so a choice that flips under moved weights must not count.
-
-    The model's forward hook records calls whose output has `log_probs` (TRL's fused head); `compute_loss` is wrapped to see
-    the batch and the loss; `accelerator.clip_grad_norm_` is wrapped because it is the only moment between the
-    backward and the clipping, and the trainer calls it also where it does not clip.
-    """
-
-    def __init__(self, trainer, gradloc=None, layer_clip=None, routes=None):
-        if not hasattr(trainer, "accelerator"):
-            raise ValueError(
-                f"attach takes a trainer, and got {type(trainer).__name__}: use watch and check in a loop of your own"
-            )
-        if trainer.is_deepspeed_enabled:
-            raise ValueError(
-                "GradLoc and LayerClip read .grad, which DeepSpeed keeps to itself: use DDP or FSDP2, or --gradloc off"
-            )
-        if trainer.accelerator.scaler is not None:
-            raise ValueError(
-                "GradLoc and LayerClip do not follow fp16 loss scaling: train with --bf16, or --gradloc off"
-            )
-        self.trainer, self.gradloc, self.routes = trainer, gradloc, routes
-        self.layer_clip, self._clip_options, self._clip_state = None, layer_clip, None
-        self.batch = self.noise = None
-        self.checked = False
-        self.metrics = {}
-        if gradloc is not None:
-            module = inner_module(trainer.accelerator.unwrap_model(trainer.model))
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            module.register_forward_hook(self._after_forward, with_kwargs=True)
-            self._compute_loss = trainer.compute_loss
-            trainer.compute_loss = self._watched_loss
-        self._clip = trainer.accelerator.clip_grad_norm_
-        trainer.accelerator.clip_grad_norm_ = self._check_and_clip
-        trainer.callback_handler.callbacks.insert(0, self)  # before the callbacks that write the log down
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
-            before = (
-                self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
-            )  # a second train() goes on
-            self.layer_clip = LayerClip(self.trainer.model, **self._clip_options)
-            if before is not None:
-                try:
-                    self.layer_clip.load_state_dict(before)
-                except ValueError as error:
-                    raise ValueError(f"{error} (--layer_clip_mode, --use_peft)") from error
-
-    def state_dict(self):
-        return {
-            "gradloc": None if self.gradloc is None else self.gradloc.state_dict(),
-            "layer_clip": None if self.layer_clip is None else self.layer_clip.state_dict(),
-        }
-
-    def load_state_dict(self, state):
-        """Before `train()`. A part that the state lacks, or that is off now, starts anew."""
-        if self.gradloc is not None and state["gradloc"] is not None:
-            self.gradloc.load_state_dict(state["gradloc"])
-        self._clip_state = state["layer_clip"]
-
-    def _watched_loss(self, model, inputs, *args, **kwargs):
-        self.batch = inputs
-        try:
-            loss = self._compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self.batch = None
-        used = None if self.routes is None else self.routes()
-        if used is not None and self.gradloc.calls:
-            call = self.gradloc.calls[-1]
-            call.batch = call.batch | {"routes": used}
-        if (
-            inputs.get("support") is not None and self.gradloc.calls
-        ):  # sets that sampling left over: part of the model's call
-            call = self.gradloc.calls[-1]
-            call.batch = call.batch | {"support": inputs["support"], "first": call.offset}
-        value = loss[0] if isinstance(loss, tuple) else loss
-        if torch.is_grad_enabled() and value.requires_grad:
-            self.gradloc.losses.append(value.detach())
-        return loss
-
-    def _before_forward(self, module, args, kwargs):
-        recording = self.batch is not None and torch.is_grad_enabled()
-        self.noise = rng_state() if recording and module.training else None
-
-    def _after_forward(self, module, args, kwargs, output):
-        if self.batch is None or not torch.is_grad_enabled() or not kwargs.get("fused_lm_head"):
-            return
-        call = self.gradloc.record(_fused_outputs, kwargs, _named(output), self.noise)
-        if call is not None:
-            call.forward_mode = False  # TRL's fused head has no forward derivative
-            labels = kwargs["labels"][:, 1:]
-            call._mask, call.ids = labels != -100, kwargs["input_ids"][:, 1:]
-            self._add_extras(call)
-
-    def _add_extras(self, call):
-        """The trainer's batch beside the model's own: completions are the last columns."""
-        if isinstance(self.batch.get("completion_ids"), torch.Tensor):
-            width = self.batch["completion_ids"].shape[1]
-            call.offset = call.shape[1] - width
-            call.extras = _extras(self.batch, call.shape)
-            tools = self.batch.get("tool_mask")
-            if tools is not None:
-                call._mask = call._mask.clone()
-                call._mask[:, call.offset :] &= tools != 0
-
-    def _check_and_clip(self, parameters, max_norm, *args, **kwargs):
-        self._check()
-        return self._clip(parameters, max_norm, *args, **kwargs)
-
-    def _check(self):
-        if self.checked:
-            return
-        self.checked = True
-        model, step = self.trainer.model, self.trainer.state.global_step + 1
-        if self.gradloc is not None:
-            report = self.gradloc.check(model, step)
-            if report is not None:
-                for name, value in (
-                    ("top1_share", report.top1_share), ("top10_share", report.top10_share),
-                    ("certificate", report.certificate), ("time_ratio", report.time_ratio),
-                ):  # fmt: skip
-                    if value is not None:
-                        self._log(f"gradloc/{name}", value)
-        if self.layer_clip is not None:
-            for name, value in self.layer_clip.clip_().items():
-                self._log(name, value)
-
-    def _log(self, name, value):
-        if hasattr(self.trainer, "_metrics"):  # TRL: averaged into the next log line
-            self.trainer._metrics["train"][name].append(value)
-        else:
-            self.metrics.setdefault(name, []).append(value)
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._check()  # a trainer that did not ask accelerate for the norm
-        self.checked = False
-
-    def on_train_end(self, args, state, control, **kwargs):
-        gradloc = self.gradloc
-        if gradloc is not None and gradloc.folder is not None and gradloc.reports and state.is_world_process_zero:
-            with contextlib.suppress(ValueError):  # no report could be written
-                gradloc_report.write_index(gradloc.folder)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        for name, values in self.metrics.items():
-            logs[name] = state.log_history[-1][name] = sum(values) / len(values)  # the history holds a copy
-        self.metrics.clear()
-
-
-def _named(output):
-    return {"logps": output.log_probs, "entropy": output.entropy, "aux_loss": output.aux_loss}
-
-
-def _fused_outputs(model, kwargs):
-    kwargs = dict(kwargs)
-    routes, support, first = (kwargs.pop(name, None) for name in ("routes", "support", "first"))
-    with contextlib.ExitStack() as replays:
-        if routes is not None:
-            replays.enter_context(replay_routing(model, routes))
-        if support is not None:
-            replays.enter_context(replay_support(support, kwargs["labels"][:, 1:] != -100, first))
-        return _named(model(**kwargs))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -73,12 +73,16 @@ def gradient_spectra(model, top=32):
 
 
 def summary(spectra):
-    """Unweighted mean over matrices: {"spectral/top_share": ..., "spectral/rank_0.5": ..., "spectral/entropy_rank": ...}."""
+    """Unweighted mean over matrices: {"spectral/top_share": ..., "spectral/rank_0.5": ..., "spectral/entropy_rank": ...}.
+
+    Without a statistic that one of them lacks: `spectral_stats` cannot give every one of a matrix too large for it to be exact.
+    """
     finite = [stats for stats in spectra.values() if stats is not None]
     if not finite:
         return {}
     names = {"top_share": "top_share", "entropy_rank": "entropy_rank"} | {f"rank@{q:g}": f"rank_{q:g}" for q in LEVELS}
-    return {f"spectral/{new}": sum(stats[old] for stats in finite) / len(finite) for old, new in names.items()}
+    means = {f"spectral/{new}": sum(stats[old] for stats in finite) / len(finite) for old, new in names.items()}
+    return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
 class SpectralMonitor(TrainerCallback):
@@ -126,6 +130,7 @@ class SpectralMonitor(TrainerCallback):
                 )
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.looked = False  # a rollback leaves its step between the look and the update
         if state.is_world_process_zero and self.path.exists():  # resumed: later steps are about to be done again
             kept = [record for record in read_spectra(self.path) if record["step"] <= state.global_step]
             self.path.write_text("".join(to_json(record) + "\n" for record in kept))

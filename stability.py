@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -546,7 +546,10 @@ class StabilityGuard(TrainerCallback):
         self.first_bad = self.grad_norm = None
         # a checkpoint brings metrics along that were judged before it
         self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
+        rolled_back = self.control is not None
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
+        if rolled_back:  # the file is older than what --guard_on_rollback asks for
+            self._read_control()
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")
         if state.global_step == 0 and not self.ledger["rollbacks"]:
@@ -573,6 +576,7 @@ class StabilityGuard(TrainerCallback):
         if self.mode == "rollback":  # the start is a state to go back to
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
+            trainer.optimizer.state.clear()  # FSDP2's writer makes a step of learning rate 0 to have something to write
             self.ledger["good"], self.ledger["waiting"] = [0], []
             self._save_ledger()
 
@@ -585,6 +589,9 @@ class StabilityGuard(TrainerCallback):
         }  # fmt: skip
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self._read_control()
+
+    def _read_control(self):
         values = self.control.read() if self.main else None
         if self.trainer.accelerator.num_processes > 1:
             box = [values]
@@ -706,11 +713,13 @@ class StabilityGuard(TrainerCallback):
         self._seen[name] = past, len(past)
 
     def _same_on_all(self, events):
+        """Every process's events, each once: what one of them alone sees (old weights in its engine) is everybody's."""
         if self.trainer.accelerator.num_processes == 1:
             return events
-        box = [events]
-        broadcast_object_list(box)
-        return box[0]
+        merged = {}
+        for event in (event for found in gather_object([events]) for event in found):
+            merged.setdefault((event["rule"], event["metric"]), event)
+        return list(merged.values())
 
     def _act(self, step, events, before_update=False):
         level = max((LEVELS.index(event["level"]) for event in events), default=0)
@@ -894,7 +903,10 @@ def save_failed(guard, error):
         return False
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
-    return any(word in str(error) for word in ("No space left", "failed writing", "unexpected pos", "write error"))
+    return any(
+        word in str(error)
+        for word in ("No space left", "File too large", "quota", "failed writing", "unexpected pos", "write error")
+    )
 
 
 def train(trainer, checkpoint=None):

@@ -16,7 +16,6 @@ Layers are those with experts, or all decoder layers: then the rows of dense one
 import base64
 import binascii
 import io
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,7 +143,7 @@ def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int
 
 
 def sampled_tokens(choice: dict[str, Any], limit: int, vocabulary: int) -> tuple[list[int], list[float], bool]:
-    """-> token ids (T,), their log-probs (T,), ended by itself. NaN stands where the server could not say a number."""
+    """-> token ids (T,), their log-probs (T,), ended by itself."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not 1 <= len(ids) <= limit:
         raise WireError(
@@ -160,9 +159,9 @@ def sampled_tokens(choice: dict[str, Any], limit: int, vocabulary: int) -> tuple
         if entry.get("token_id", token) != token:
             raise WireError(f"log-prob {place} is of token {entry['token_id']}, but token {token} was sampled there")
         value = entry.get("logprob")
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not value > NOT_A_NUMBER:  # one NaN here makes every weight NaN
             raise WireError(f"log-prob {place} is {value!r}, no number")
-        logps.append(float(value) if value > NOT_A_NUMBER else math.nan)
+        logps.append(float(value))
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise WireError(f"the sequence ended with finish_reason {reason!r}: stop or length are due")

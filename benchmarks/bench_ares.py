@@ -9,7 +9,7 @@ energy shares that the article behind ares.py shows (8 to 18 %).
 Also: share of the optimal energy that the warm sketch captures, on recorded gradients of the tiny model's RL run; the step of that run with
 Ares and with AdamW; bytes of state; cost against rank, fitted.
 
-    python benchmarks/bench_ares.py [--quick] [--cpu_time]
+    python benchmarks/bench_ares.py [--quick] [--cpu_time | --device cuda]
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch import nn  # noqa: E402
 
 from ares import Ares  # noqa: E402
 
-# Against AdamW: four products with rank_max + 8 columns and one with rank_max, 704 multiply-adds an element, on two cores. The other
+# Against AdamW: three products with rank_max + 8 columns and one with rank_max, 560 flops an element, on two cores. The other
 # three: what Ares must beat by a wide margin to be worth having, as they do more arithmetic for an update of the same matrices.
 BARS = {"adamw": 3.5, "muon": 0.25, "galore": 0.5, "full_svd": 0.05, "step": 1.15, "captured": 0.95}
 LAYERS = {
@@ -60,27 +60,27 @@ class FullSVD(torch.optim.Optimizer):
             p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-1e-6)
 
 
-def gradients(shapes, seed=0):
+def gradients(shapes, device="cpu", seed=0):
     """A generator of lists: 13 % of the energy in 32 fixed directions, the rest fresh noise."""
-    generator = torch.Generator().manual_seed(seed)
-    fixed = [(torch.randn(m, 32, generator=generator), torch.randn(32, n, generator=generator)) for m, n in shapes]
+    options = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    fixed = [(torch.randn(m, 32, **options), torch.randn(32, n, **options)) for m, n in shapes]
     while True:
         out = []
         for (m, n), (left, right) in zip(shapes, fixed, strict=True):
-            noise = torch.randn(m, n, generator=generator)
+            noise = torch.randn(m, n, **options)
             low = left @ right
             out.append(1e-4 * (low * (0.13 / 0.87) ** 0.5 / low.square().mean().sqrt() + noise))
         yield out
 
 
-def compare(shapes, rounds, optimizers, clock):
+def compare(shapes, rounds, optimizers, clock, device):
     """{name: constructor} -> {name: seconds of each round after the first two}, all on the same gradients."""
     torch.manual_seed(0)
-    start = [0.02 * torch.randn(s) for s in shapes]
+    start = [0.02 * torch.randn(s, device=device) for s in shapes]
     sets = {name: [nn.Parameter(x.clone()) for x in start] for name in optimizers}
     made = {name: build(sets[name]) for name, build in optimizers.items()}
     seconds = {name: [] for name in optimizers}
-    stream = gradients(shapes)
+    stream = gradients(shapes, device)
     for turn in range(rounds + 2):
         grads = next(stream)
         names = list(made) if turn % 2 else list(made)[::-1]
@@ -91,6 +91,12 @@ def compare(shapes, rounds, optimizers, clock):
             made[name].step()
             seconds[name].append(clock() - began)
     return {name: times[2:] for name, times in seconds.items()}, made
+
+
+def synchronised():
+    """Seconds, when the GPU has done all that it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def ratio(seconds, a, b):
@@ -108,11 +114,11 @@ def state_bytes(optimizer):
     )
 
 
-def rank_cost(rounds, clock):
+def rank_cost(rounds, clock, device):
     """Seconds of one update of a (2048, 1024) matrix at rising ranks, and R^2 of a line through them."""
     ranks = [16, 32, 64, 128, 256]
     optimizers = {rank: lambda p, rank=rank: Ares(p, rank_max=rank) for rank in ranks}
-    seconds, _ = compare([(2048, 1024)], rounds, optimizers, clock)
+    seconds, _ = compare([(2048, 1024)], rounds, optimizers, clock, device)
     times = [statistics.median(seconds[rank]) for rank in ranks]
     slope, offset = statistics.linear_regression(ranks, times)
     explained = statistics.correlation(ranks, times) ** 2
@@ -120,7 +126,7 @@ def rank_cost(rounds, clock):
             "slope_s": slope, "offset_s": offset, "r2": round(explained, 4)}  # fmt: skip
 
 
-def rl_figures(steps, clock, larger):
+def rl_figures(steps, clock, **changes):
     """Captured energy of the warm sketch on the gradients of an RL run, and seconds of a whole step with Ares over AdamW's."""
     from test_ares_dapo import make  # the tests' trainer on the tiny model
 
@@ -129,8 +135,9 @@ def rl_figures(steps, clock, larger):
         trainers = {}
         for method in ("ares", "adamw"):
             trainers[method] = make(
-                Path(folder) / method, optim_method=method, algorithm="grpo", max_steps=steps, **larger
-            )
+                Path(folder) / method, optim_method=method, algorithm="grpo", max_steps=steps, max_completion_length=48,
+                per_device_train_batch_size=32, **changes,
+            )  # fmt: skip
         for method, trainer in trainers.items():
             step = trainer.training_step
 
@@ -178,9 +185,13 @@ def main():
     parser.add_argument(
         "--cpu_time", action="store_true", help="CPU seconds on one thread: for a machine with other work"
     )
+    parser.add_argument("--device", default="cpu", help="cpu | cuda; wall-clock seconds there")
     args = parser.parse_args()
+    device = args.device
+    if args.cpu_time and device != "cpu":
+        parser.error("--cpu_time counts the processor's seconds: remove --device")
     torch.set_num_threads(1 if args.cpu_time else 2)
-    clock = time.process_time if args.cpu_time else time.perf_counter
+    clock = time.process_time if args.cpu_time else time.perf_counter if device == "cpu" else synchronised
     figures, worst = {}, {}
     # always a whole layer: a few matrices would stay in the cache, which helps AdamW alone and is no layer of a model
     cases = {"0.6B": LAYERS["0.6B"]} if args.quick else LAYERS
@@ -189,13 +200,13 @@ def main():
         fast, made = compare(
             shapes, 5 if args.quick else 15,
             {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-6, foreach=True), "ares": lambda p: Ares(p, lr=1e-6, rank_max=RANK),
-             "projected": lambda p: Ares(p, lr=1e-6, rank_max=RANK, step="projected")}, clock,
+             "projected": lambda p: Ares(p, lr=1e-6, rank_max=RANK, step="projected")}, clock, device,
         )  # fmt: skip
         slow, _ = compare(
             shapes[1:2] if args.quick else shapes[:1], 2 if args.quick else 3,
             {"muon": lambda p: torch.optim.Muon(p, lr=1e-6), "ares": lambda p: Ares(p, lr=1e-6, rank_max=RANK),
              "galore": lambda p: GaLore([{"params": p, **GALORE}], lr=1e-6),
-             "full_svd": lambda p: FullSVD(p, RANK)}, clock,
+             "full_svd": lambda p: FullSVD(p, RANK)}, clock, device,
         )  # fmt: skip
         for other, seconds in (("adamw", fast), ("muon", slow), ("galore", slow), ("full_svd", slow)):
             middle, low, high = ratio(seconds, "ares", other)
@@ -205,10 +216,8 @@ def main():
         figures[f"{name}/projected_over_adamw"] = [round(x, 4) for x in ratio(fast, "projected", "adamw")]
         figures[f"{name}/ares_ms"] = round(1e3 * statistics.median(fast["ares"]), 2)
         figures[f"{name}/state_bytes_over_adamw"] = round(state_bytes(made["ares"]) / state_bytes(made["adamw"]), 4)
-    figures["rank_cost"] = rank_cost(3 if args.quick else 9, clock)
-    lowest, middle, step = rl_figures(
-        6 if args.quick else 30, clock, {"max_completion_length": 48, "per_device_train_batch_size": 32}
-    )
+    figures["rank_cost"] = rank_cost(3 if args.quick else 9, clock, device)
+    lowest, middle, step = rl_figures(6 if args.quick else 30, clock, use_cpu=device == "cpu")
     figures |= {
         "captured_min": round(lowest, 4),
         "captured_median": round(middle, 4),

@@ -5,7 +5,7 @@ routes, as a recipe does for every micro-batch. Generation is the rollout engine
 each. With and without take turns, the order changing; compared are CPU seconds of this process on one thread, which
 other processes on the machine disturb less than wall-clock time, as the median over turns of the ratio within a turn.
 
-    python benchmarks/bench_replay.py [--quick]
+    python benchmarks/bench_replay.py [--quick] [--device cuda]         (on a GPU: wall-clock seconds, when it has done its work)
 """
 
 import argparse
@@ -49,14 +49,21 @@ def build():
     return Qwen3MoeForCausalLM(config)
 
 
-def seconds(run):
-    started = time.process_time()
-    run()
-    return time.process_time() - started
+def clock(device):
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def compare(with_it, without, turns):
+def compare(with_it, without, turns, device):
     """-> (median ratio, its quartiles, median seconds without)."""
+
+    def seconds(run):
+        started = clock(device)
+        run()
+        return clock(device) - started
+
     pairs = []
     for turn in range(turns + 2):
         if turn % 2:
@@ -72,11 +79,13 @@ def compare(with_it, without, turns):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns, under a minute")
-    step_turns, generate_turns = (40, 20) if parser.parse_args().quick else (160, 80)
+    parser.add_argument("--device", default="cpu", help="cpu | cuda")
+    args = parser.parse_args()
+    step_turns, generate_turns = (40, 20) if args.quick else (160, 80)
     torch.set_num_threads(1)
-    model = build().train()
+    model = build().train().to(args.device)
     layers, top_k, _ = routing_shape(model)
-    ids = torch.randint(1, 512, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, 512, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(1)).to(args.device)
 
     def step():
         model.zero_grad()
@@ -88,12 +97,14 @@ def main():
         with replay_routing(model, routes):
             return step()
 
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a GPU adds experts up in any order; a CPU does not
     with record_routing(model) as recorder:
         native = step()
     routes = recorder.routes
     wanted = [p.grad.clone() for p in model.parameters()]
     identical = torch.equal(replayed_step(), native)
     identical &= all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
+    torch.use_deterministic_algorithms(False)
 
     engine = TransformersEngine(model, eos_token_ids=511, pad_token_id=0, record_routes=True)
     recording = engine._routing
@@ -108,8 +119,10 @@ def main():
     identical &= samples == generate(None)
     bytes_per_token = {route_bytes_per_token(r) for r in (routes, *samples.routes)}
 
-    replay, replay_spread, step_s = compare(replayed_step, step, step_turns)
-    record, record_spread, generate_s = compare(lambda: generate(recording), lambda: generate(None), generate_turns)
+    replay, replay_spread, step_s = compare(replayed_step, step, step_turns, args.device)
+    record, record_spread, generate_s = compare(
+        lambda: generate(recording), lambda: generate(None), generate_turns, args.device
+    )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {layers} MoE layers, {top_k} experts a token")
     for name, ratio, spread, base in (
         ("replay in a training step", replay, replay_spread, step_s),

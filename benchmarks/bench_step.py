@@ -4,7 +4,7 @@ Both train tiny/qwen3 on the same rows with the same batch, lengths and reward, 
 the log-prob of every sampled token in another engine (fp8 copy of the weights) and applies TokenClip; stock TRL samples with
 `model.generate` and records nothing. The two take turns, a block of steps each; compared are medians of step times.
 
-    python benchmarks/bench_step.py [--quick]
+    python benchmarks/bench_step.py [--quick] [--device cuda]        (on a GPU: both in bfloat16)
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "recipes")]
 
+import torch  # noqa: E402
 from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -37,6 +38,8 @@ class StepTimes(TrainerCallback):
         self.seconds, self.started = [], 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self.started)
         self.started = now
@@ -45,8 +48,10 @@ class StepTimes(TrainerCallback):
         self.started = time.perf_counter()
 
 
-def shared_options(folder, steps):
+def shared_options(folder, steps, device):
     return {
+        "use_cpu": device == "cpu",
+        "bf16": device != "cpu",
         "output_dir": folder,
         "max_steps": steps,
         "per_device_train_batch_size": 64,
@@ -62,15 +67,15 @@ def shared_options(folder, steps):
     }
 
 
-def block(kind, rows, tokenizer, verifier, steps):
+def block(kind, rows, tokenizer, verifier, steps, device):
     """Train `steps` steps from the same weights -> (median seconds of a step, mean completion length)."""
     with tempfile.TemporaryDirectory() as folder:
-        options, times = shared_options(folder, steps), StepTimes()
+        options, times = shared_options(folder, steps, device), StepTimes()
         if kind == "ours":
             args = GRPOTokenClipConfig(**options, rollout_dtype="fp8", token_clip="icepop")
             trainer = GRPOTokenClipTrainer(MODEL, args, verifier, rows, processing_class=tokenizer, callbacks=[times])
         else:
-            args = GRPOConfig(**options, use_cpu=True, bf16=False, scale_rewards="none", loss_type="grpo")
+            args = GRPOConfig(**options, scale_rewards="none", loss_type="grpo")
             trainer = GRPOTrainer(MODEL, verifier, args, rows, processing_class=tokenizer, callbacks=[times])
         for noisy in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(noisy)
@@ -82,7 +87,9 @@ def block(kind, rows, tokenizer, verifier, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer blocks, under a minute")
-    quick = parser.parse_args().quick
+    parser.add_argument("--device", default="cpu", help="cpu | cuda")
+    args = parser.parse_args()
+    quick, device = args.quick, args.device
     rounds, steps = (2, 12) if quick else (5, 22)
     rows = load_math_rows("tiny", limit=512, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
@@ -90,7 +97,7 @@ def main():
     with MathVerifier(workers=2, exact=True) as verifier:
         for turn in range(rounds):
             for kind in ("ours", "stock") if turn % 2 else ("stock", "ours"):
-                seconds, length = block(kind, rows, tokenizer, verifier, steps)
+                seconds, length = block(kind, rows, tokenizer, verifier, steps, device)
                 times[kind] += seconds
                 lengths[kind].append(length)
                 print(

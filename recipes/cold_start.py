@@ -38,11 +38,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from gradloc import GradLoc  # noqa: E402
-from rlvr_launch import leave  # noqa: E402
+from rlvr_launch import Parser, leave, one_sentence  # noqa: E402
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -153,13 +153,14 @@ def make_model(args, tokenizer):
             "output_router_logits": True,  # in SFT only: the load-balancing loss keeps all experts in use
             "router_aux_loss_coef": 0.01,
         }
+    heads = max(4, args.hidden_size // 32)
     config = (Qwen3MoeConfig if moe else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,
         intermediate_size=args.hidden_size * 8 // 3,
         num_hidden_layers=args.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -263,7 +264,8 @@ def train(model, args, rows, tokenizer):
 
 
 def main():
-    (args,) = TrlParser(ColdStartConfig).parse_args_and_config()
+    with one_sentence():
+        (args,) = Parser(ColdStartConfig).parse_args_and_config()
     set_seed(args.seed)
     tokenizer = make_tokenizer(args.vocab_size)
     model = make_model(args, tokenizer)

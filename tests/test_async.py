@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_minirl import load, logged, planted_batch
-from test_stability import DropUpdate, events, faulty
 from transformers import TrainerCallback
 
 import async_rollout
 import stability
 from async_rollout import Ahead, AsyncEngine, AsyncTrainer, Buffer, Group, Timeline, is_stale, join, split
 from engine_process import EngineProcess, _Worker, receive_weights, send_weights
+from guard_drills import DropUpdate, events, faulty
 from minirl_async_r3 import MiniRLAsyncConfig, MiniRLAsyncTrainer
 from minirl_sync import MiniRLTrainer
 from rlvr_report import read_metrics
@@ -732,13 +732,13 @@ def test_a_rollback_takes_back_what_was_sampled_ahead_and_equals_a_clean_run(moe
     """Two spikes, and the alarm that matters after the second: by then the spoilt weights have been pushed and, with staleness,
     have sampled ahead. The run goes back, and ends as one that left both updates out."""
     make, changes = functools.partial(make_async, model=moe), {"max_staleness": bound} | MASK
-    with closing(faulty(tmp_path / "a", "spike", 5, 6, make=make, **GUARDED | changes)) as guarded:
+    with closing(faulty(tmp_path / "a", "spike", (5, 6), make=make, **GUARDED | changes)) as guarded:
         asked = []
         ask = guarded.engine.ask
         guarded.engine.ask = lambda groups, *a, **k: (asked.extend(groups), ask(groups, *a, **k))[1]
         stability.train(guarded)
         left = guarded.ahead.state_dict()
-    with closing(faulty(tmp_path / "b", "spike", 5, 6, make=make, **BARE | changes)) as clean:
+    with closing(faulty(tmp_path / "b", "spike", (5, 6), make=make, **BARE | changes)) as clean:
         clean.add_callback(DropUpdate(clean, {5, 6}))
         clean.train()
         assert equal(left, clean.ahead.state_dict()) and len(left["groups"]) == 2 * bound
@@ -819,6 +819,11 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
     with closing(make_async(tmp_path, moe)) as trainer, pytest.raises(ValueError, match="no more tokens"):
         trainer.train()
     assert threading.active_count() <= before
+
+
+def test_truncated_sampling_that_nothing_measures_is_told(moe, tmp_path, in_process):
+    with pytest.warns(UserWarning, match="top_p 0.7, .* read the kept probability mass"):
+        make_async(tmp_path, moe, top_p=0.7).close()
 
 
 def test_the_clip_may_look_at_the_sampling_weights():

@@ -165,7 +165,7 @@ def test_every_option_of_trl_is_sorted():
 def test_no_option_of_ours_takes_a_name_of_trls_by_accident():
     """Ours may restate TRL's default on purpose; a name that a later TRL adds would silently be another option."""
     base = {"bf16", "scale_rewards", "vllm_importance_sampling_correction", "logging_steps", "loss_type"}
-    base |= {"logging_nan_inf_filter"}
+    base |= {"logging_nan_inf_filter", "disable_dropout"}
     recipes = {"output_dir", "learning_rate", "num_generations", "epsilon", "epsilon_high", "beta"}
     for config_class, restated in ((RLVRConfig, base), (GRPOTokenClipConfig, recipes)):
         assert set(config_class.__annotations__) & set(defaults(GRPOConfig)) == restated

@@ -11,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import gradloc
+import gradloc_causes
 import gradloc_methods
-from gradloc import GradLoc, Trigger, diagnose, token_contributions
+from gradloc import GradLoc, Trigger, token_contributions
+from gradloc_causes import diagnose
 from gradloc_methods import Call, Step, coefficients, confirm, search
 from gradloc_report import check_report
 from rlvr_common import AGGREGATIONS, aggregate, ppo_clip_loss, token_clip, unbiased_kl, weighted_logp_loss
@@ -1204,7 +1206,7 @@ def test_a_layer_is_named_where_no_token_stands_out():
 
 
 def test_methods_know_only_their_names():
-    assert set(gradloc.CAUSES) == set(gradloc.REMEDIES)
+    assert set(gradloc.CAUSES) == set(gradloc_causes.REMEDIES)
     assert gradloc_methods.world_size() == 1 and gradloc_methods.rank() == 0
 
 
@@ -1404,5 +1406,5 @@ def spike_report(tokens):
 
     report = module.SpikeReport(3, "search", {"reason": "adaptive"}, 9.0, "A.1", "", num_micro_batches=2)
     report.tokens = [module.TokenReport(0, m, s, p, 1, "x", share, omega=omega) for s, m, p, share, omega in tokens]
-    report.sentence = module._sentence(report, (0.5, 5.0), (0.995, 1.005))
+    report.sentence = gradloc_causes.sentence(report, (0.5, 5.0), (0.995, 1.005))
     return report

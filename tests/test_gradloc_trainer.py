@@ -14,8 +14,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from gradloc import Attachment, GradLoc, main
+from gradloc import GradLoc, main
 from gradloc_report import check_report, load_spikes
+from gradloc_trainer import Attachment
 from grpo_tokenclip import GRPOTokenClipConfig, GRPOTokenClipTrainer
 from rlvr_common import load_math_rows, run
 from training import MODEL, TIMES, equal, make_ours, make_stock, numbers, quiet, tokenizer, weights

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,18 +16,18 @@ import torch
 from mock_vllm import RECORDED, MockVLLM, npy_base64
 from peft import LoraConfig, get_peft_model
 from test_minirl import load, logged
-from test_stability import DropUpdate, events, faulty
 
 import stability
 import vllm_engine
 from async_rollout import AsyncEngine, Group
+from guard_drills import DropUpdate, events, faulty
 from minirl_async_r3 import MiniRLAsyncConfig
 from rollout import TransformersEngine
 from routing import RoutingShape, moe_layer_numbers
 from stability import check_alignment
 from stability_report import checklist
 from training import MODEL, equal, largest_difference, make_async, make_minirl, options, save_moe, tiny_rows, weights
-from vllm_engine import ScoredWeights, VLLMEngine, checkpoint_tensors, copy_weights
+from vllm_engine import ScoredWeights, ServerGone, VLLMEngine, checkpoint_tensors, copy_weights
 from wire_formats import (
     WireError,
     prompt_logps,
@@ -181,8 +182,6 @@ def test_a_recorded_answer_is_read():
     assert token_versions(choice, 3) == ["default"] * 3 and token_versions({}, 3) is None
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
     assert token_versions({"weight_versions": spans}, 3) == ["4", "5", "5"]
-    (ids, logps, _) = sampled_tokens(changed(logprobs=entries((17, -1.0), (9, -9999.0), (2, -1.0))), 8, 32)
-    assert math.isnan(logps[1]) and logps[0] == -1  # the server's mark of a number that JSON does not have
     scored = [None, {"9": {"logprob": -1.5}, "3": {"logprob": -0.1}}, {"2": {"logprob": -2.5}}]
     assert prompt_logps({"prompt_logprobs": scored}, [17, 9, 2]) == [-1.5, -2.5]
 
@@ -199,12 +198,21 @@ def test_a_recorded_answer_is_read():
         ({"logprobs": entries((17, -1.0), (9, -1.0))}, "2 log-probs came for 3 tokens"),
         ({"logprobs": entries((17, -1.0), (2, -1.0), (9, -1.0))}, "log-prob 1 is of token 2"),
         ({"logprobs": entries((17, -1.0), (9, None), (2, -1.0))}, "log-prob 1 is None"),
+        ({"logprobs": entries((17, -1.0), (9, -9999.0), (2, -1.0))}, "log-prob 1 is -9999.0"),  # NaN or -inf, in vLLM's words
+        ({"logprobs": entries((17, -1.0), (9, math.nan), (2, -1.0))}, "log-prob 1 is nan"),
         ({"finish_reason": "error"}, "finish_reason 'error'"),
     ],
 )  # fmt: skip
 def test_a_damaged_answer_is_refused(changes, words):
     with pytest.raises(WireError, match=words):
         sampled_tokens(changed(**changes), 8, 32)
+
+
+def test_a_sequence_that_goes_on_after_its_end_is_refused():
+    engine = SimpleNamespace(vocabulary=32, eos=[2], decode_routes=None, needs_routes=False, needs_support=False)
+    choice = changed(token_ids=[17, 2, 9], logprobs=entries((17, -1.0), (2, -1.0), (9, -1.0)), finish_reason="length")
+    with pytest.raises(WireError, match="goes on after its end, token 2"):
+        VLLMEngine._decode(engine, [1], choice, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +476,54 @@ def test_a_server_that_dies_in_mid_generation_gets_the_newest_weights_and_the_lo
             answer == [wanted] and answer[0].version == [3] * 5
         )  # pushed again, sampled again, with the same streams
         assert engine.restarts == 1
+
+
+def test_a_server_that_dies_before_the_proof_gets_the_weights_again(moe, tmp_path):
+    model = load(moe)
+    with MockVLLM(moe) as server, closing(connect(server, model, tmp_path)) as engine:
+        post, deaths = engine.server.post, []
+
+        def dying(path, **options):
+            if "generate" not in path or deaths:
+                return post(path, **options)
+            deaths.append(path)
+            server.kill()
+            try:
+                return post(path, **options)
+            finally:
+                server.start()  # with its first weights
+
+        engine.server.post = dying
+        engine.push_weights(moved(model), 3)
+        assert deaths and engine.retries == 1 and server.labels[-1] == "3"
+        assert engine.generate([[1, 2]], 5).version == [3]
+
+
+def test_a_server_whose_engine_died_is_waited_for_and_a_lost_answer_to_that_is_asked_for_again(moe, tmp_path):
+    """It answers 500 to requests and 503 to the question for its health until a supervisor starts it again."""
+    model = load(moe)
+    with MockVLLM(moe) as server, closing(connect(server, model, tmp_path, attempts=3)) as engine:
+        engine.push_weights(moved(model), 3)
+        handle, label, lost = server.handle, engine.server.label, []
+        server.handle = lambda path, query, body: (503 if path == "/health" else 500, b"dead")
+
+        def restart():
+            server.handle = handle
+            server.kill()
+            server.start()
+
+        def losing():
+            if not lost:
+                lost.append(1)
+                raise ServerGone("/weight_info: RemoteProtocolError")
+            return label()
+
+        engine.server.label = losing
+        timer = threading.Timer(2.0, restart)
+        timer.start()
+        assert engine.generate([[1, 2]], 5).version == [3]
+        timer.join()
+        assert lost and engine.retries == 2 and engine.restarts == 1
 
 
 def test_a_server_that_does_not_come_back_ends_in_one_sentence(moe, tmp_path):

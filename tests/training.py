@@ -111,17 +111,20 @@ class EngineRollout:
         self.engine, self.sampled = None, 0
 
     def __call__(self, prompts, trainer):
+        ids, _, _ = trainer._tokenize_prompts(prompts)
+        out = self.sample(ids, trainer)
+        return {"prompt_ids": ids, "completion_ids": out.completion_ids, "logprobs": out.rollout_logps}
+
+    def sample(self, ids, trainer):
         if self.engine is None:
             model, pad = trainer.accelerator.unwrap_model(trainer.model), trainer._tokenizer.pad_token_id
             self.engine = TransformersEngine(model, trainer.eos_token_ids, pad, seed=trainer.args.seed)
         self.engine.push_weights(trainer.model, trainer.state.global_step)
-        ids, _, _ = trainer._tokenize_prompts(prompts)
         streams = range(self.sampled, self.sampled + len(ids))
         self.sampled += len(ids)
-        out = self.engine.generate(
+        return self.engine.generate(
             ids, trainer.max_completion_length, temperature=trainer.temperature, sequence_ids=streams
         )
-        return {"prompt_ids": ids, "completion_ids": out.completion_ids, "logprobs": out.rollout_logps}
 
 
 def make_stock(folder, rows=64, model=MODEL, reward=digits_reward, **changes):
