@@ -821,9 +821,10 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
     assert threading.active_count() <= before
 
 
-def test_truncated_sampling_that_nothing_measures_is_told(moe, tmp_path, in_process):
-    with pytest.warns(UserWarning, match="top_p 0.7, .* read the kept probability mass"):
-        make_async(tmp_path, moe, top_p=0.7).close()
+def test_truncated_sampling_without_the_mask_is_told(moe, tmp_path, in_process):
+    with closing(make_async(tmp_path, moe, top_p=0.7, max_steps=1)) as trainer:
+        with pytest.warns(UserWarning, match="top_p 0.7, .* expect a mismatch pi_old/mu of 0.* add --keep_sampling_mask"):
+            trainer.train()
 
 
 def test_the_clip_may_look_at_the_sampling_weights():
