@@ -823,7 +823,9 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
 
 def test_truncated_sampling_without_the_mask_is_told(moe, tmp_path, in_process):
     with closing(make_async(tmp_path, moe, top_p=0.7, max_steps=1)) as trainer:
-        with pytest.warns(UserWarning, match="top_p 0.7, .* expect a mismatch pi_old/mu of 0.* add --keep_sampling_mask"):
+        with pytest.warns(
+            UserWarning, match="top_p 0.7, .* expect a mismatch pi_old/mu of 0.* add --keep_sampling_mask"
+        ):
             trainer.train()
 
 
