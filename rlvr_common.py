@@ -740,13 +740,11 @@ class RLVRTrainer(GRPOTrainer):
         self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
         self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None if args.use_vllm else self._make_engine()
-        if truncates(args) and not isinstance(
-            self.engine, TransformersEngine
-        ):  # that one measures it, see _take_support
+        if truncates(args) and self.engine is None:  # ours tell it where they sample, see _take_support
             warnings.warn(
                 f"sampling is truncated (top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p or 0.0}) and training normalises over "
                 "the whole vocabulary: mismatch and omega read the kept probability mass, below 1 at equal weights; sample the whole "
-                "distribution, or synchronously with the built-in engine and --keep_sampling_mask",
+                "distribution, or with --engine vllm or the built-in engine, and --keep_sampling_mask",
                 stacklevel=2,
             )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream

@@ -974,17 +974,22 @@ def train(trainer, checkpoint=None):
             raise ValueError(f"{checkpoint} is damaged: {wrong[0]}; resume from an older one")
     if trainer.guard is None:
         return trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        return _through_rollbacks(trainer, checkpoint)
+    except GuardHalt:
+        raise
+    except Exception as error:  # an engine that died, or a mistake in the code: nothing that a rollback mends
+        trainer.guard.crashed(error)
+        raise
+
+
+def _through_rollbacks(trainer, checkpoint):
     while True:
         try:
             return trainer.train(resume_from_checkpoint=checkpoint)
         except RollBack:
             checkpoint = trainer.guard.restore_point()
             trainer.forget()
-        except GuardHalt:
-            raise
-        except Exception as error:  # an engine that died, or a mistake in the code: nothing that a rollback mends
-            trainer.guard.crashed(error)
-            raise
 
 
 def rotate(trainer, folder, limit):

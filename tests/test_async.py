@@ -404,13 +404,13 @@ def test_a_stage_leaves_groups_out_and_a_sampling_is_used_as_it_was_asked_for():
     limits = []
     generate = inner.generate
     inner.generate = lambda ids, limit, **options: (limits.append(limit), generate(ids, limit, **options))[1]
-    schedule, used = a_schedule(inner, 2, stage=lambda: stage[0]), []
-    with closing(schedule.engine):
+    first, second = (a_schedule(inner, 2, stage=lambda: stage[0]) for _ in range(2))
+    schedule, used = first, []
+    with closing(first.engine), closing(second.engine):
         for now, stage[0] in enumerate([(1, 2), (1, 2), (2, 3), (4, 4), (4, 4), (4, 4)]):
             if now == 4:  # a resumed run knows the sizes of what its buffer holds
-                state = schedule.state_dict()
-                schedule.engine.discard()
-                schedule.load_state_dict(state)
+                second.load_state_dict(first.state_dict())
+                schedule = second
             used.append([group.row["prompt"] for group in consume(schedule, now)])
         schedule.engine.buffer.drained()
     assert used == [[0], [4], [8], [12], [16, 17], [20, 21, 22, 23]] and limits == [2, 2, 2, 2, 3, 4, 4, 4]
@@ -821,9 +821,12 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
     assert threading.active_count() <= before
 
 
-def test_truncated_sampling_that_nothing_measures_is_told(moe, tmp_path, in_process):
-    with pytest.warns(UserWarning, match="top_p 0.7, .* read the kept probability mass"):
-        make_async(tmp_path, moe, top_p=0.7).close()
+def test_truncated_sampling_without_the_mask_is_told(moe, tmp_path, in_process):
+    with closing(make_async(tmp_path, moe, top_p=0.7, max_steps=1)) as trainer:
+        with pytest.warns(
+            UserWarning, match="top_p 0.7, .* expect a mismatch pi_old/mu of 0.* add --keep_sampling_mask"
+        ):
+            trainer.train()
 
 
 def test_the_clip_may_look_at_the_sampling_weights():

@@ -552,6 +552,14 @@ def test_a_resumed_run_remembers_its_rollbacks_and_what_it_leaves_out(tmp_path):
     assert equal(weights(rest), weights(clean))
 
 
+def test_an_engine_that_is_gone_when_the_run_rolls_back_ends_it_with_its_own_sentence(tmp_path):
+    trainer = faulty(tmp_path, "nan", 2, **DRILL | {"max_steps": 2, "save_steps": 1})
+    trainer.forget = lambda: (_ for _ in ()).throw(RuntimeError("the engine is gone"))
+    with pytest.raises(RuntimeError, match="^the engine is gone$"):
+        stability.train(trainer)
+    assert "RuntimeError: the engine is gone; no alarm" in events(tmp_path, "crash")[0]["text"]
+
+
 @pytest.mark.parametrize("limit", [None, 2])
 def test_checkpoints_become_good_after_k_healthy_steps_and_retention_keeps_one(tmp_path, limit):
     trainer = make_ours(tmp_path, **DRILL | {"guard_k": 3, "save_steps": 1, "max_steps": 8, "save_total_limit": limit})

@@ -59,6 +59,16 @@ def test_samples_and_pushes_of_a_real_server(server, tmp_path):
                 assert rollout.rollout_logps[i] == pytest.approx(own_logps(model, rollout, i), abs=1e-3)
         assert len({tuple(ids) for ids in rollout.completion_ids[:4]}) > 1
         assert engine.retries == engine.restarts == 0
+        engine.generate(prompts, 4, top_k=5, top_p=0.9)
+        told = {
+            "version": 2,
+            "rollout_dtype": "float32",
+            "max_model_len": 256,
+            "top_k": 5,
+            "top_p": 0.9,
+            "temperature": 1.0,
+        }
+        assert told.items() <= engine.describe().items() and engine.describe()["vllm"]
 
 
 def test_a_run_survives_the_death_of_its_server(server, tmp_path):
