@@ -1462,7 +1462,7 @@ class RLVRTrainer(GRPOTrainer):
                     "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.state.global_step == 0:  # the start, which a guard saved: no update has been made
+        if self.state.global_step == 0 and self.is_fsdp_enabled:  # a guard's start: see StabilityGuard._start
             self.optimizer.state.clear()
         device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
         try:

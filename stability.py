@@ -610,9 +610,11 @@ class StabilityGuard(TrainerCallback):
         agree = "agree" if record["rollout"] else "are not compared"
         self._tell("info", f"alignment: training and rollout {agree}{detail}", kind="alignment")
         if self.mode == "rollback":  # the start is a state to go back to
+            empty = not trainer.optimizer.state
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
-            trainer.optimizer.state.clear()  # FSDP2's writer makes a step of learning rate 0 to have something to write
+            if empty:  # FSDP2's writer makes a step of learning rate 0 to have something to write
+                trainer.optimizer.state.clear()
             self.ledger["good"], self.ledger["waiting"] = [0], []
             self._save_ledger()
 

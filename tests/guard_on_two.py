@@ -45,19 +45,19 @@ def whole(trainer):
     return [p.detach().clone() for p in full]
 
 
-def clean_run(folder, fault, options):
+def clean_run(folder, fault, options, at=AT):
     """The same faulty run without a guard, the faulty step's gradient left out."""
-    clean = faulty(folder, fault, AT, **QUIET | options)
-    clean.add_callback(DropUpdate(clean, {AT}))
+    clean = faulty(folder, fault, at, **QUIET | options)
+    clean.add_callback(DropUpdate(clean, {at}))
     clean.train()
     return clean
 
 
-def check_rollback(folder, guarded, clean):
+def check_rollback(folder, guarded, clean, at=AT):
     """Both ranks went back to one checkpoint, and all weights are those of the clean run."""
     first, second = everyone(json.loads((folder / "guard.json").read_text()) | {"memory": guarded.guard.ledger})
     assert first == second and len(first["memory"]["rollbacks"]) == 1
-    assert first["memory"]["rollbacks"][0]["skip"] == [AT, AT], first
+    assert first["memory"]["rollbacks"][0]["skip"] == [at, at], first
     assert guarded.state.global_step == clean.state.global_step == 6
     assert equal(whole(guarded), whole(clean))
     assert equal(*everyone(whole(guarded)))
@@ -66,16 +66,17 @@ def check_rollback(folder, guarded, clean):
     return first["memory"]["rollbacks"][0]["to"]
 
 
-def rollback(fault):
-    """A fault that only rank 1 computes; it reaches rank 0 through the gradient."""
+def rollback(fault, at=AT):
+    """A fault that only rank 1 computes; it reaches rank 0 through the gradient. At step 2 only the start is left to go back to."""
 
     def drill(folder, options):
         mine = fault if dist.get_rank() == 1 else None
-        guarded = faulty(folder / "guarded", mine, AT, **DRILL | options)
+        guarded = faulty(folder / "guarded", mine, at, **DRILL | options)
         stability.train(guarded)
-        check_rollback(folder / "guarded", guarded, clean_run(folder / "clean", mine, options))
+        to = check_rollback(folder / "guarded", guarded, clean_run(folder / "clean", mine, options, at), at)
+        assert to == (2 if at == AT else 0)
         (alarm,) = events(folder / "guarded", "alarm")
-        assert (alarm["step"], alarm["metric"], alarm["level"]) == (AT, "grad_norm", "critical")
+        assert (alarm["step"], alarm["metric"], alarm["level"]) == (at, "grad_norm", "critical")
 
     return drill
 
@@ -130,7 +131,8 @@ def floor(folder, options):
 
 
 DRILLS = {
-    "nan": rollback("nan"), "spike": rollback("spike"), "stale": stale, "full_disk": full_disk, "floor": floor,
+    "nan": rollback("nan"), "start": rollback("nan", 2), "spike": rollback("spike"), "stale": stale, "full_disk": full_disk,
+    "floor": floor,
 }  # fmt: skip
 
 

@@ -133,14 +133,14 @@ def ddp_drills(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drill", ["nan", "spike", "stale", "full_disk"])
+@pytest.mark.parametrize("drill", ["nan", "start", "spike", "stale", "full_disk"])
 def test_what_breaks_on_one_of_two_processes_is_seen_by_both(ddp_drills, drill):
     assert drill in ddp_drills[1]
 
 
 @pytest.mark.slow
 def test_the_guard_rolls_sharded_weights_back(tmp_path):
-    assert guard_on_two("fsdp2", tmp_path, "nan", "full_disk") == {"nan", "full_disk"}
+    assert guard_on_two("fsdp2", tmp_path, "nan", "start", "full_disk") == {"nan", "start", "full_disk"}
 
 
 @pytest.mark.slow

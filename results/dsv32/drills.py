@@ -49,7 +49,8 @@ HEAD = (
 WORDS = """# Guard drills
 
 Made by `python results/dsv32/drills.py` on the tiny Qwen3: 16 completions a step, fp8 rollouts, a checkpoint every 2 steps,
-`--guard rollback --guard_k 3`, the guard's own thresholds. After steps: 1 = before the faulty step was over. The clean run starts
+`--guard rollback --guard_k 3`, the guard's own thresholds but that of the effective batch (this reward often gives equal groups).
+After steps: 1 = before the faulty step was over; of the killed process, at the resume. The clean run starts
 from the restored checkpoint without a guard, meets the same fault and leaves the same updates out; equal: weights, optimizer state
 and learning rate, every bit. The drills are those of `tests/guard_drills.py`: `tests/test_stability.py` checks each on a shorter run,
 `tests/guard_on_two.py` on two processes of which one alone breaks.
