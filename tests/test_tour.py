@@ -43,10 +43,9 @@ def clone(tmp_path_factory):
 def run(block, folder):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the accelerate and python of this environment
     env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # -m: jobs, as in the shell of a reader; -e: the first command that fails ends it
-    done = subprocess.run(
-        ["bash", "-e", "-m", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=1500
-    )
+    # as in the shell of a reader: a command behind & is a job, and `kill %%` reaches all of its processes
+    block = "set -e -m\n" + block
+    done = subprocess.run(["bash", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, block + done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
