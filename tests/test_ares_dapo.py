@@ -269,8 +269,8 @@ def test_gradloc_looks_and_ares_steps_as_if_it_had_not(tmp_path, step):
     """GradLoc moves weights and gradients on its way and puts them back; Ares must not see it. LayerClip and the global clip in between."""
     options_ = {"ares_step": step, "max_steps": 3, "layer_clip": True, "max_grad_norm": 0.05}
     plain = make(tmp_path / "plain", **options_)
-    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)
     plain.train()
+    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)  # only now: it seeds everything
     watched.train()
     assert equal(weights(plain), weights(watched))
     states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (plain, watched)]
