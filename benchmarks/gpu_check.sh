@@ -93,7 +93,7 @@ plain() {  # a recipe without metrics.jsonl
     check "$name" "$smoke_s" bash -c 'name=$1; shift; "$@" && echo "{\"name\": \"$name\", \"figures\": {}, \"ok\": true}"' - "$name" "$@"
 }
 
-rm -f "$work/failed"
+rm -rf "$work"/failed "$work"/smoke_* "$work"/cold "$work"/evaluate  # a run never writes into the folder of another
 bench_s=$([ "$cpu" ] && echo 900 || echo 150) smoke_s=$([ "$cpu" ] && echo 600 || echo 100)
 on_gpu=(bench_ares bench_step bench_replay)
 beside() { if [ "$(nproc)" -ge 8 ]; then "$@" & else "$@"; fi; }  # each takes two cores at most
