@@ -1029,7 +1029,7 @@ class RLVRTrainer(GRPOTrainer):
 
     def _carry_support(self, output):
         """Lay the sampling's sets beside its sequences: lists ride through TRL's shuffle and split as tensors do."""
-        support, mask = self._support, self._loss_mask(output)
+        support, mask = self._support, output["completion_mask"]
         if "tool_mask" in output:  # nobody sampled those tokens
             support = [drop_rows(entry, row) for entry, row in zip(support, output["tool_mask"], strict=True)]
         output["support"] = support

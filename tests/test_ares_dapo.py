@@ -250,6 +250,9 @@ def test_dynamic_sampling_keeps_the_sampling_mask_and_the_stage(tmp_path):
     assert seen == [4, 16]
     for record in (r for r in trainer.state.log_history if "loss" in r):
         assert record["support/replayed_frac"] == 1 and record["mismatch/mean"] == pytest.approx(1, abs=1e-4)
+    control = make(tmp_path / "sft", mode="sft", top_k=4, keep_sampling_mask=True, max_steps=1)
+    control.train()
+    assert control.state.log_history[0]["support/replayed_frac"] == 1
 
 
 def test_dynamic_sampling_gives_up_with_advantage_zero(tmp_path):
