@@ -44,7 +44,7 @@ RUN = (
 )
 SYNC = RUN.format(recipe="recipes/minirl_sync.py")
 AHEAD = RUN.format(recipe="recipes/minirl_async_r3.py") + " --max_staleness 1"
-HALT_S = 40  # longer than --vllm_timeout_s 8 and the pauses between a few attempts
+HALT_S = 90  # longer than the requests' time limit
 AT = 3  # the sampling, or the weights, at which a fault strikes
 GENERATE = "/inference/v1/generate"
 
@@ -204,7 +204,7 @@ def halt_for_good(server):
     server.signal(signal.SIGSTOP)
 
 
-QUICKLY = " --vllm_timeout_s 8"
+QUICKLY = " --vllm_timeout_s 60"
 DRILLS = {
     # name: (what, options, what happens to the server, at the start of what, rule of the proxy)
     "calm": ("nothing", AHEAD, None, None, None),
@@ -220,7 +220,7 @@ DRILLS = {
     "kill in a push": ("kill -9 in mid-push, started again", SYNC, kill_and_start, "push", None),
     "kill the engine": ("kill -9 of the computing process alone, in mid-generation", SYNC, kill_engine, "generate", None),
     "halt for good": (
-        "SIGSTOP in mid-generation, for good", AHEAD + QUICKLY.replace("8", "5") + " --vllm_restart_s 10", halt_for_good,
+        "SIGSTOP in mid-generation, for good", AHEAD + QUICKLY + " --vllm_restart_s 10", halt_for_good,
         "generate", None,
     ),
     "kill for good": (
