@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import psutil
 import torch
@@ -120,7 +121,7 @@ def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
             action.help = argparse.SUPPRESS
         elif action.dest in SHORT_HELP and not show_all:
             action.help = SHORT_HELP[action.dest]
-        if action.dest in replaced and action.help != argparse.SUPPRESS:
+        if replaced.get(action.dest, action.default) != action.default and action.help != argparse.SUPPRESS:
             action.help = f"{action.help} (default: %(default)s; {default.name}: {replaced[action.dest]})"
     return parser
 
@@ -159,11 +160,11 @@ def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
             args, model_args, _, unknown = make_parser(config_class, doc, default=default).parse_args_and_config(
                 argv, return_remaining_strings=True
             )
+            refuse_unknown(unknown, config_class, ModelConfig)
+            check_lora(model_args)
+            check_installed(args)
         except ValueError as error:
             raise ValueError(f"{error}{set_by_file(str(error), file, given)}") from error
-        refuse_unknown(unknown, config_class, ModelConfig)
-        check_lora(model_args)
-        check_installed(args)
         check_processes(args)
         settle_output_dir(args, explicit="--output_dir" in given)
         model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
@@ -198,13 +199,13 @@ def set_by_file(message, file, given):
 
 
 def check_ranges(config, ranges):
-    """Raise ValueError for the first number outside its range. ranges: {words: (test, names)}; None passes where it is a default
-    or part of the option's type."""
+    """Raise ValueError for the first number outside its range. ranges: {words: (test, names)}; None passes where it is the
+    default or part of the option's type."""
     known = {f.name: f for f in config.__dataclass_fields__.values()}
     for words, (test, names) in ranges.items():
         for name in names.split():
-            value, optional = vars(config)[name], known[name].default is None or "None" in str(known[name].type)
-            if value is None and optional:
+            value, optional = vars(config)[name], known[name].default is None
+            if value is None and (optional or type(None) in get_args(get_type_hints(type(config))[name])):
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or not test(value):

@@ -94,7 +94,7 @@ def test_help_is_the_recipes_own_options_and_the_common_ones(flag, capsys):
     assert {"top_p", "top_k", "min_p", "save_total_limit", "vllm_server_base_url", "scale_rewards"} <= offered(text)
     assert offered(text) >= own | COMMON_OPTIONS | {"help"}
     assert not offered(text) & {"adam_beta1", "loss_type", "no_remove_unused_columns", "use_vllm"}
-    assert len(text.splitlines()) < 140
+    assert len(text.splitlines()) < 150
     assert grpo_tokenclip.__doc__.splitlines()[0] in text and "accelerate launch recipes/grpo_tokenclip.py" in text
 
 
@@ -114,8 +114,9 @@ def test_help_shows_defaults(capsys):
 
 def test_help_shows_what_the_first_command_uses_instead(capsys):
     text = " ".join(help_text(capsys, "--help").split())
-    for values in ("2e-06; tiny.yaml: 0.0001", "8; tiny.yaml: 8", "float32; tiny.yaml: fp8", "-1; tiny.yaml: 150"):
+    for values in ("2e-06; tiny.yaml: 0.0001", "8; tiny.yaml: 64", "float32; tiny.yaml: fp8", "-1; tiny.yaml: 150"):
         assert f"(default: {values})" in text
+    assert "G. GradLoc blog: 8 (default: 8)" in text  # the same in both
     text = make_parser(MiniRLConfig, "", default=TINY_CONFIG.with_name("tiny_minirl.yaml")).format_help()
     assert "(default: 1; tiny_minirl.yaml: 2)" in " ".join(text.split())
 
@@ -242,7 +243,7 @@ def test_unreadable_config_files_end_with_one_sentence(text, tmp_path):
         (["--learning_rate"], "--learning_rate: expected one argument"),
         (["--use_peft", "perhaps"], "--use_peft: Truthy value expected"),
         (["--lora_r", "8"], "--lora_r 8 is read with --use_peft only: add --use_peft, or remove it"),
-        (["--lora_target_modules", "q_proj"], "--lora_target_modules ['q_proj'] is read with --use_peft only"),
+        (["--lora_target_modules", "q_proj"], "--lora_target_modules q_proj is read with --use_peft only"),
         (["--use_dora"], "--use_dora True is read with --use_peft only"),
         (["--use_peft", "--lora_r", "0"], "--lora_r 0 must be a whole number from 1 up"),
         (
