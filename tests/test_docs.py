@@ -23,9 +23,12 @@ DOCS = sorted((REPO / "docs").glob("*.md"))
 
 @functools.cache
 def names_of(path):
-    """Functions, classes and methods that a Python file defines."""
+    """Functions, classes, methods and constants that a Python file defines."""
     tree = ast.parse((REPO / path).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return defined | {
+        x.id for node in tree.body if isinstance(node, ast.Assign) for x in node.targets if isinstance(x, ast.Name)
+    }
 
 
 def anchors_of(path):

@@ -387,11 +387,13 @@ def test_a_data_set_that_is_not_there_is_refused_by_its_flag(flag, monkeypatch, 
         (["--rl_stability", "{unbiased_kl: 1}"], "--rl_stability.unbiased_kl: nobody reads it as it is"),
         (
             ["--rl_stability.sequence_masking.enable", "false"],
-            "nobody reads it; use enabled, divergence_threshold, min_keep_ratio (did you mean enabled?)",
+            "--rl_stability.sequence_masking.enable: nobody reads it; use enabled, "
+            "divergence_threshold, min_keep_ratio (did you mean enabled?)",
         ),
         (
             ["--rl_stability.sequence_mask.enabled", "false"],
-            "use unbiased_kl, sequence_masking, consistency with keys of their own (did you mean",
+            "--rl_stability.sequence_mask: nobody reads it as it is; use unbiased_kl, "
+            "sequence_masking, consistency with keys of their own (did you mean sequence_masking?)",
         ),
         (
             ["--rl_stability.sequence_masking.min_keep_ratio", "2"],
