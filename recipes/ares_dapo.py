@@ -114,13 +114,13 @@ class AresDAPOConfig(RLVRConfig):
                     raise ValueError(f"--mode sft samples from the initial weights in process, once: remove --{name}")
             if self.reward == "random" or self.overlong_buffer:
                 raise ValueError("--mode sft knows right and wrong only: remove --reward random, --overlong_buffer")
-        super().__post_init__()
-        if not 0 <= self.overlong_buffer < self.max_completion_length:
+        if self.overlong_buffer and not 0 < self.overlong_buffer < self.max_completion_length:
             raise ValueError(
                 f"--overlong_buffer {self.overlong_buffer} must be 0 or less than --max_completion_length {self.max_completion_length}"
             )
         if self.max_sampling_rounds < 1:
             raise ValueError(f"--max_sampling_rounds {self.max_sampling_rounds} must be at least 1")
+        super().__post_init__()
 
 
 # --- advantages and rewards as pure functions -------------------------------------------------------------------------
