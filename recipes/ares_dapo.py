@@ -116,7 +116,7 @@ class AresDAPOConfig(RLVRConfig):
                     raise ValueError(f"--mode sft samples from the initial weights in process, once: remove --{name}")
             if self.reward == "random" or self.overlong_buffer:
                 raise ValueError("--mode sft knows right and wrong only: remove --reward random, --overlong_buffer")
-        if not 0 <= self.overlong_buffer < max(self.max_completion_length, 1):  # a limit below 1 gets its own sentence
+        if self.overlong_buffer and not 0 < self.overlong_buffer < self.max_completion_length:
             raise ValueError(
                 f"--overlong_buffer {self.overlong_buffer} must be 0 or less than --max_completion_length {self.max_completion_length}"
             )

@@ -383,7 +383,7 @@ def test_adapters_train(tmp_path):
         ({"max_sampling_rounds": 0}, "at least 1"),
         ({"spectral_every": -1}, "--spectral_every -1"),
         ({"spectral_top": 8}, "spectral is off"),
-        ({"rank_ema": 1.5}, "--rank_ema 1.5"),
+        ({"rank_ema": 1.5}, "--rank_ema 1.5 must be in"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, changes, sentence):
