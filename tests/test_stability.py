@@ -839,7 +839,7 @@ def test_staged_runs_use_part_of_the_batch_and_of_the_length(tmp_path):
         ({"guard": "halt", "guard_on_rollback": ["beta=1"]}, "add --guard rollback"),
         ({"guard": "rollback", "guard_on_rollback": ["beta*2"]}, "is not name=value of a control"),
         ({"guard": "warn", "guard_stages": "tiny:3"}, "--guard_stages tiny:3"),
-        ({"guard": "warn", "guard_retries": -1}, "need at least"),
+        ({"guard": "warn", "guard_retries": -1}, "--guard_retries -1 must be a whole number from 0 up"),
     ],
 )
 def test_guard_options_are_checked(options, message, tmp_path):
