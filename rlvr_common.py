@@ -541,7 +541,10 @@ class RLVRConfig(GRPOConfig):
     rank_min: int = field(default=1, metadata={"help": "ares: smallest rank"})
     rank_ema: float = field(default=0.9, metadata={"help": "ares: weight of the past in the rank; 0 = no smoothing"})
     power_iters: int = field(default=1, metadata={"help": "ares: power iterations a step"})
-    ares_step: str = field(default="literal", metadata={"help": "ares: literal | projected"})
+    ares_step: str = field(
+        default="projected",
+        metadata={"help": "ares: projected (learns at ten times the rate) | literal (the article's words)"},
+    )
     rank_mode: str = field(default="dynamic", metadata={"help": "ares: dynamic | fixed (ablation: r = rank_max)"})
     no_low_rank: bool = field(default=False, metadata={"help": "ares, ablation: no truncation"})
     galore_gap: int = field(default=200, metadata={"help": "steps between two projections. GaLore: 200"})

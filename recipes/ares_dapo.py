@@ -21,7 +21,7 @@ REINFORCE++ arXiv:2501.03262, GDPO arXiv:2601.05242, Muon: torch.optim.Muon, GaL
 
 Smoke   accelerate launch recipes/ares_dapo.py                         tiny Qwen3, DAPO, Ares, CPU, minutes; writes spectral.png
 Compare accelerate launch recipes/ares_dapo.py --optim_method adamw         (or muon, galore, sgd, rmsprop: each wants its own rate)
-Ablate  --rank_mode fixed, --rank_ema 0, --no_low_rank, --ares_step projected
+Ablate  --rank_mode fixed, --rank_ema 0, --no_low_rank, --ares_step literal
 Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/ares_dapo.py \
             --config recipes/configs/qwen3_4b_ares.yaml
 Expect  held-out accuracy rises by 15 points or more; results/ares/report.md

@@ -27,7 +27,7 @@ RATES = {  # four or more for each optimizer, with the best of them inside the r
     "sgd": ["1e-3", "1e-2", "3e-2", "1e-1", "1", "10"],
     "rmsprop": ["3e-5", "1e-4", "3e-4", "1e-3"],
 }
-ARES = ["--optim_method", "ares"]  # rank_max 16 on the tiny model
+ARES = ["--optim_method", "ares", "--ares_step", "literal"]  # rank_max 16 on the tiny model
 METHODS = {
     "ares": ARES,
     "projected": [*ARES, "--ares_step", "projected"],
@@ -58,8 +58,7 @@ def sweep_arms():
     for rank in ("4", "8", "31"):
         arms[f"literal, rank_max {rank} at 3e-4"] = [
             *COMMON,
-            "--optim_method",
-            "ares",
+            *ARES,
             "--rank_max",
             rank,
             "--learning_rate",
