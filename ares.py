@@ -523,20 +523,32 @@ def _shard_group(p, name):
     return p.device_mesh.get_group(split[0])
 
 
+def _same_layout(*tensors):
+    """Do the tensors, of one shape, fill their memory without gaps and in one and the same order of dimensions?"""
+    if all(x.is_contiguous() for x in tensors):
+        return True
+    sizes, strides = tensors[0].shape, {x.stride() for x in tensors}
+    return len(strides) == 1 and sum((n - 1) * s for n, s in zip(sizes, *strides, strict=True)) == sizes.numel() - 1
+
+
 def _adamw(members, grads):
     """torch's AdamW on weights and moments of `members`, which share a group, with `grads` in the place of their own."""
     group = members[0].group
     for member in members:
         member.sync_master()
     device = members[0].weight.device
+    weights = [m.weight for m in members]
+    first, second = ([_own(m.state[name]) for m in members] for name in ("exp_avg", "exp_avg_sq"))
+    # torch's fused kernel pairs values by their place in memory, whatever the strides say
+    aligned = all(_same_layout(*tensors) for tensors in zip(weights, grads, first, second, strict=True))
     adamw(
-        [m.weight for m in members],
+        weights,
         grads,
-        [_own(m.state["exp_avg"]) for m in members],
-        [_own(m.state["exp_avg_sq"]) for m in members],
+        first,
+        second,
         [],
         [torch.full((), float(m.step - 1), device=device) for m in members],  # made on the device: no wait
-        fused=device.type in FUSED,
+        fused=device.type in FUSED and aligned,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],

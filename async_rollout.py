@@ -28,7 +28,7 @@ from matplotlib.patches import Patch
 from transformers import TrainerCallback
 
 from engine_process import ON_PUSH, EngineProcess
-from rlvr_common import RLVRConfig, RLVRTrainer
+from rlvr_common import RLVRConfig, RLVRTrainer, truncates
 from rollout import Rollout, Weights
 
 TAKE = ("in_order", "as_finished")
@@ -156,6 +156,11 @@ class Buffer:
             return self._finished[:count]
         first = self._asked[:count]
         return first if all(group.rollout is not None for group in first) else []
+
+    def clear(self) -> None:
+        """Nothing was asked for."""
+        with self._changed:
+            self._asked, self._finished = [], []
 
     def drained(self) -> list[Group]:
         """Waits until everything that was asked for has finished -> all groups, in the order in which they leave."""
@@ -324,10 +329,17 @@ class AsyncEngine:
 
     def generate(self, prompt_ids: list[list[int]], max_new_tokens: int, **options: Any) -> Rollout:
         """As the engine's, after everything that was asked for before. Waits."""
+        return self._wait_for(lambda: self.engine.generate(prompt_ids, max_new_tokens, **options))
+
+    def describe(self) -> dict[str, Any]:
+        """As the engine's, after everything that was asked for before. Waits."""
+        return self._wait_for(self.engine.describe)
+
+    def _wait_for(self, work: Callable[[], Any]) -> Any:
         done, answer = threading.Event(), []
 
         def job():
-            answer.append(self.engine.generate(prompt_ids, max_new_tokens, **options))
+            answer.append(work())
             done.set()
 
         self._put(job)
@@ -356,6 +368,16 @@ class AsyncEngine:
             self.buffer.finish(groups)
 
         self._put(job)
+
+    def discard(self) -> None:
+        """Takes back what was asked for and not taken yet; waits for the generations under way, which nobody will see."""
+        with self._changed:
+            # Pushes stay: with a server, other processes wait for the version that this one promised.
+            self._jobs = deque(job for job in self._jobs if job[0])
+            while self._error is None and (self._jobs or self._running):
+                self._changed.wait()
+        self._raise()
+        self.buffer.clear()
 
     def forget(self, before: int) -> None:
         """Versions that no group can have any more."""
@@ -422,9 +444,11 @@ class Ahead:
     """Asks for groups ahead of their use and takes them within the bound: the schedule of one rank.
 
     draw           i -> the i-th group of this rank's data order, not sampled yet
-    per_sampling   groups of one sampling
+    per_sampling   groups of one sampling in the data order
     ahead          samplings that are asked for before the one in turn is used, A
     max_staleness  S; what is older is sampled again where `recycle`, else dropped, and counted in `stale`
+    stage          -> (groups, max_new_tokens) of a sampling that is asked for now; it is used as it was asked for. The groups of
+                   the data order beyond it are left out. None: all of them, at full length
     sampling       max_new_tokens and the other arguments of `generate`
     """
 
@@ -438,9 +462,12 @@ class Ahead:
         recycle: bool = True,
         rank: int = 0,
         world: int = 1,
+        stage: Callable[[], tuple[int, int]] | None = None,
         **sampling: Any,
     ):
         self.engine, self.draw, self.sampling = engine, draw, sampling
+        self.stage = stage or (lambda: (per_sampling, sampling["max_new_tokens"]))
+        self.due: deque[int] = deque()  # groups of each sampling that was asked for and not taken whole
         self.per_sampling, self.ahead, self.max_staleness, self.recycle = per_sampling, ahead, max_staleness, recycle
         self.rank, self.world = rank, world
         self.cursor = self.recycled = self.stale = 0
@@ -448,11 +475,19 @@ class Ahead:
 
     def ask(self, taken: int = 0) -> None:
         """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""
-        wanted = (self.ahead + 1) * self.per_sampling - taken
+        self._sample(sum(self.due) - taken - len(self.engine.buffer))  # in place of stale ones
+        while len(self.due) <= self.ahead:
+            size, _ = self.stage()
+            self.due.append(size)
+            self._sample(size)
+            self.cursor += self.per_sampling - size
+
+    def _sample(self, count: int) -> None:
         # In order a sampling is one call, as the synchronous recipe makes it; else each group may finish by itself.
         at_once = self.per_sampling if self.engine.buffer.take_as == "in_order" else 1
-        while (missing := wanted - len(self.engine.buffer)) > 0:
-            self.engine.ask([self._next() for _ in range(min(missing, at_once))], **self.sampling)
+        options = self.sampling | {"max_new_tokens": self.stage()[1]}
+        for start in range(0, count, at_once):
+            self.engine.ask([self._next() for _ in range(min(count - start, at_once))], **options)
 
     def _next(self) -> Group:
         if not self.again:
@@ -467,13 +502,14 @@ class Ahead:
     def take(self, now: int) -> list[Group]:
         """Waits for the groups of one sampling, used by weights of version `now`; replaces those that are stale."""
         taken: list[Group] = []
-        while len(taken) < self.per_sampling:
-            fresh, old = self.engine.buffer.take(self.per_sampling - len(taken), now, self.max_staleness)
+        while len(taken) < self.due[0]:
+            fresh, old = self.engine.buffer.take(self.due[0] - len(taken), now, self.max_staleness)
             taken += fresh
             self.stale += len(old)
             if self.recycle:
                 self.again += old
             self.ask(len(taken))
+        self.due.popleft()
         self.engine.forget(before=now - self.max_staleness - 1)
         return taken
 
@@ -482,6 +518,7 @@ class Ahead:
         return {
             "groups": [group.state_dict() for group in self.engine.buffer.drained()],
             "again": [group.state_dict() for group in self.again],
+            "due": list(self.due),
             "cursor": self.cursor,
             "recycled": self.recycled,
             "stale": self.stale,
@@ -492,6 +529,7 @@ class Ahead:
         self.engine.buffer.ask(groups)
         self.engine.buffer.finish(groups)
         self.again = deque(Group.from_state(group) for group in state["again"])
+        self.due = deque(state["due"])
         self.cursor, self.recycled, self.stale = state["cursor"], state["recycled"], state["stale"]
 
 
@@ -537,11 +575,6 @@ class AsyncConfig(RLVRConfig):
             raise ValueError(
                 f"--rollout_workers {self.rollout_workers} needs --take as_finished: in order, one sampling is made after the other"
             )
-        if self.keep_sampling_mask or self.guard != "off":
-            raise ValueError(
-                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: rollouts ahead of time carry no sampling masks, "
-                "and a rollback would have to take back what is sampled ahead; neither works here yet, use minirl_sync.py"
-            )
         super().__post_init__()
         if self.use_vllm:
             raise ValueError("--use_vllm is TRL's synchronous way to vLLM: use --engine vllm")
@@ -572,7 +605,6 @@ class AsyncTrainer(RLVRTrainer):
         self.timeline = Timeline()
         super().__init__(*args, **kwargs)
         self._mark = time.monotonic()  # where the trainer's last span ended
-        self._sampled_version = None  # of the last sampling that was used
         self._taken: list[Group] | None = None  # the groups of this sampling, while they become a batch
         self._since = self._mark  # where the last sampling was complete
         args, accelerator = self.args, self.accelerator
@@ -585,6 +617,7 @@ class AsyncTrainer(RLVRTrainer):
             args.stale_groups == "recycle",
             accelerator.process_index,
             accelerator.num_processes,
+            self._stage,
             max_new_tokens=self.max_completion_length,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -613,6 +646,7 @@ class AsyncTrainer(RLVRTrainer):
                 seed=args.seed,
                 device=args.rollout_device or self.accelerator.device,
                 record_routes=self.routing is not None,
+                record_support=truncates(args),
                 threads=threads,
                 on_push=args.on_push,
             )
@@ -627,6 +661,14 @@ class AsyncTrainer(RLVRTrainer):
     @property
     def _groups_per_sampling(self):
         return self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
+
+    def _stage(self):
+        """Groups and tokens of a sampling that is asked for now."""
+        sequences = range(self._groups_per_sampling * self.num_generations)
+        return len(super()._staged(sequences)) // self.num_generations, self._completion_limit()
+
+    def _staged(self, rows):
+        return rows  # as they were asked for
 
     def _draw(self, cursor):
         """The cursor-th group of this rank in the data order of all ranks."""
@@ -665,7 +707,7 @@ class AsyncTrainer(RLVRTrainer):
         self._taken = self._take()
         taken = self.timeline.add("waiting", asked)
         rows = [dict(group.row) for group in self._taken for _ in group.sequence_ids]
-        if self.args.take == "in_order" and not self.ahead.stale and rows != inputs:
+        if self.args.take == "in_order" and not self.ahead.stale and rows != inputs[: len(rows)]:
             raise RuntimeError("the rows sampled ahead are not those of the data order: the sampler has changed")
         output = super()._generate_and_score_completions(rows)
         rollout, self._taken = join(self._taken), None
@@ -687,11 +729,10 @@ class AsyncTrainer(RLVRTrainer):
         if self._taken is None:
             return super()._rollout(prompts, trainer)
         oldest = min(self._taken, key=lambda group: group.version)
-        if self._sampled_version not in (None, oldest.version):
-            self._compare_weights(oldest.fingerprint)
-        self._sampled_version, self._sampled_with = oldest.version, oldest.fingerprint
+        self._compare_weights(oldest.version, oldest.fingerprint)
         rollout = join(self._taken)
         self._sampled_routes = rollout.routes
+        self._take_support(rollout)
         return {
             "prompt_ids": rollout.prompt_ids,
             "completion_ids": rollout.completion_ids,
@@ -708,12 +749,19 @@ class AsyncTrainer(RLVRTrainer):
 
     # resume -----------------------------------------------------------------------------------------------------------
 
+    def settle(self):
+        self.engine.buffer.drained()
+
     def recipe_state(self):
-        return self.ahead.state_dict() | {"sampled_version": self._sampled_version}
+        return self.ahead.state_dict()
 
     def load_recipe_state(self, state):
-        self._sampled_version = state.pop("sampled_version")
         self.ahead.load_state_dict(state)
+
+    def forget(self):
+        """Also takes back what was asked for since the checkpoint: it was sampled by weights that never were."""
+        super().forget()
+        self.engine.discard()
 
     def closing_rows(self):
         path = Path(self.args.output_dir) / "timeline.png"

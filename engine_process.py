@@ -7,6 +7,7 @@ that weights can arrive in the middle of a generation.
 This file is also what the other process runs; it imports no trainer, which is most of the start-up time.
 """
 
+import io
 import json
 import os
 import pickle
@@ -71,6 +72,7 @@ class EngineProcess:
         seed: int = 0,
         device: torch.device | str | None = None,
         record_routes: bool = False,
+        record_support: bool = False,
         threads: int | None = None,
         on_push: str = "finish",
     ):
@@ -96,6 +98,7 @@ class EngineProcess:
             "seed": seed,
             "device": None if device is None else str(device),
             "record_routes": record_routes,
+            "record_support": record_support,
         }
         self.version, self.fingerprint = 0, ""
         try:
@@ -121,22 +124,25 @@ class EngineProcess:
         """As `TransformersEngine.generate`, without its callbacks."""
         if isinstance(options.get("sequence_ids"), range):
             options["sequence_ids"] = list(options["sequence_ids"])
-        with self._generating:
-            self._send(self._control, ("generate", prompt_ids, max_new_tokens, options))
-            return self._answer(self._control)
+        return self._ask("generate", prompt_ids, max_new_tokens, options)
+
+    def describe(self) -> dict[str, Any]:
+        """As `TransformersEngine.describe`."""
+        return self._ask("describe")
 
     def state_dict(self) -> dict[str, Any]:
         """As `TransformersEngine.state_dict`."""
-        with self._generating:
-            self._send(self._control, ("state_dict",))
-            return self._answer(self._control)
+        return self._ask("state_dict")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `TransformersEngine.load_state_dict`."""
-        with self._generating:
-            self._send(self._control, ("load_state_dict", state))
-            self._answer(self._control)
+        self._ask("load_state_dict", state)
         self.version = state["version"]
+
+    def _ask(self, *message: Any) -> Any:
+        with self._generating:
+            self._send(self._control, message)
+            return self._answer(self._control)
 
     def close(self) -> None:
         """Ends the process, whatever it is doing, and waits for its end. May be called twice, and from any thread."""
@@ -231,6 +237,9 @@ class _Worker:
         if self.push_pending():
             raise _Restart
 
+    def describe(self) -> dict:
+        return self.engine.describe()
+
     def state_dict(self) -> dict:
         return self.engine.state_dict()
 
@@ -246,8 +255,17 @@ class _Worker:
         except Exception as error:
             traceback.print_exc()
             answer = False, RuntimeError(f"the rollout engine failed with {type(error).__name__}: {error}")
-        # Plain pickle: torch's own would hand tensors over as open files, which a process has a limited number of.
-        connection.send_bytes(pickle.dumps(answer))
+        with io.BytesIO() as buffer:
+            _Pickler(buffer).dump(answer)
+            connection.send_bytes(buffer.getbuffer())
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors travel as numpy arrays. torch's own way through a pipe hands them over as open files, which a process has a limited
+    number of; plain pickle takes ten times as long for the many small ones of a rollout."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
 
 
 def _end_with(parent: int) -> None:

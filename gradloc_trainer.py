@@ -53,6 +53,7 @@ class Attachment(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)  # before the callbacks that write the log down
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.checked = False  # a rollback leaves its step between the check and the update
         if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
             before = (
                 self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
@@ -74,7 +75,7 @@ class Attachment(TrainerCallback):
         """Before `train()`. A part that the state lacks, or that is off now, starts anew."""
         if self.gradloc is not None and state["gradloc"] is not None:
             self.gradloc.load_state_dict(state["gradloc"])
-        self._clip_state = state["layer_clip"]
+        self._clip_state, self.layer_clip = state["layer_clip"], None  # a rollback comes after an earlier train()
 
     def _watched_loss(self, model, inputs, *args, **kwargs):
         self.batch = inputs

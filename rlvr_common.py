@@ -38,10 +38,21 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 import stability
+from ares import Ares
 from gradloc import GradLoc
+from gradloc_methods import replayed_rng, rng_state
 from gradloc_trainer import Attachment
-from rlvr_data import load_math_rows, load_math_rows_report  # noqa: F401  (recipes import both from here)
-from rlvr_launch import batch_line, check_batch, check_distributed, derive_accumulation, pick_device_and_precision, say
+from optimizers import OPTIMIZERS, check_options, make_optimizer
+from rlvr_data import PROMPT_STYLES, load_math_rows, load_math_rows_report
+from rlvr_launch import (
+    batch_line,
+    check_batch,
+    check_distributed,
+    check_ranges,
+    derive_accumulation,
+    pick_device_and_precision,
+    say,
+)
 from rlvr_report import RunReport, table
 from rollout import ROLLOUT_DTYPES, TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
@@ -226,22 +237,38 @@ def unbiased_kl(logps, behaviour_logps, ref_logps, ratio_cap=None):
 def off_policy_sequence_mask(logps, rollout_logps, advantages, mask, delta, min_keep_ratio=0.0):
     """DeepSeek-V3.2 eq. 9: drop a sequence when A < 0 and mean_t log(mu/pi_theta) > delta. -> (N, 1) keep, detached.
 
-    min_keep_ratio (deployment guide): at least ceil(min_keep_ratio * N) sequences stay; the least divergent of the
-    dropped ones come back first. Multiply the policy term only; denominators and KL stay untouched.
+    min_keep_ratio (deployment guide): of the sequences that have tokens at least this share stays, rounded up; the least
+    divergent of the dropped ones come back first. It acts on the N sequences given. For one floor over an optimizer step that
+    is split, see `sequence_divergence` and `keep_least_divergent`, of which this is the composition.
+    Multiply the policy term only; denominators and KL stay untouched.
     Raises ValueError for min_keep_ratio outside [0, 1] or per-token advantages (eq. 9 is per sequence).
+    """
+    divergence = sequence_divergence(logps, rollout_logps, mask)
+    return keep_least_divergent(divergence, advantages, mask.any(1, keepdim=True), delta, min_keep_ratio)
+
+
+def sequence_divergence(logps, rollout_logps, mask):
+    """What eq. 9 compares with delta: mean_t log(mu/pi_theta), (N, T) -> (N, 1), detached; 0 for a sequence without tokens."""
+    return masked_mean(_float(rollout_logps).detach() - _float(logps).detach(), mask)
+
+
+def keep_least_divergent(divergence, advantages, counted, delta, min_keep_ratio=0.0):
+    """Eq. 9 on divergences: divergence, advantages, counted (N, 1), counted False for a sequence without tokens -> (N, 1) keep.
+
+    Give it all N sequences of an optimizer step, over micro-batches and processes, and min_keep_ratio is a share of the step.
+    A NaN divergence gives NaN, which counts as kept. Raises as `off_policy_sequence_mask`.
     """
     if not 0 <= min_keep_ratio <= 1:
         raise ValueError(f"min_keep_ratio={min_keep_ratio} is not a share: use a value in [0, 1]")
     if _column(advantages).shape[1] != 1:
         raise ValueError(f"advantages of shape {tuple(advantages.shape)}: eq. 9 needs one a sequence, (N,) or (N, 1)")
-    with torch.no_grad():
-        divergence = masked_mean(_float(rollout_logps) - _float(logps), mask)
-        keep = ~((_column(advantages) < 0) & (divergence > delta))
-        missing = math.ceil(min_keep_ratio * len(keep)) - int(keep.sum())
-        if missing > 0:
-            dropped = (~keep).squeeze(1).nonzero().squeeze(1)
-            keep[dropped[divergence[dropped, 0].argsort(stable=True)[:missing]]] = True
-        return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
+    keep = ~((_column(advantages) < 0) & (divergence > delta))
+    floor = math.ceil(min_keep_ratio * int(counted.sum()) - 1e-9)  # 0.07 * 100 is a little above 7
+    missing = floor - int((keep & counted).sum())
+    if missing > 0:
+        dropped = (~keep).squeeze(1).nonzero().squeeze(1)
+        keep[dropped[divergence[dropped, 0].argsort(stable=True)[:missing]]] = True
+    return torch.where(divergence.isnan(), divergence, keep.to(divergence.dtype))
 
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_sum")
@@ -312,8 +339,9 @@ def refuse_unused(args, honoured):
     for name in sorted((LOSS_FLAGS - set(honoured)) | (set() if args.use_vllm else SAMPLER_FLAGS)):
         if getattr(args, name) != defaults[name]:
             hint = f" ({HINTS[name]})" if name in HINTS else ""
+            default = "" if name == "loss_type" else f", default is {defaults[name]}"
             raise ValueError(
-                f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it, default is {defaults[name]}"
+                f"--{name} {getattr(args, name)} is set, but this recipe never reads it{hint}: remove it{default}"
             )
 
 
@@ -323,6 +351,43 @@ def truncates(args):
 
 
 # --- configuration shared by all recipes ------------------------------------------------------------------------------
+
+# What a number may be: {words: (test, options)}. Ranges that depend on another option are in __post_init__.
+RANGES = {
+    "a whole number from 1 up": (
+        lambda x: x >= 1 and x == int(x),
+        "gradient_accumulation_steps max_completion_length save_total_limit num_iterations dataset_limit max_prompt_tokens "
+        "vllm_concurrency rollout_batch_size verifier_workers guard_k guard_save_every rank_min power_iters galore_gap spectral_top "
+        "expect_processes",
+    ),
+    "a whole number from 0 up": (
+        lambda x: x >= 0 and x == int(x),
+        "seed top_k eval_every gradloc_every gradloc_cooldown guard_retries spectral_every",
+    ),
+    "a whole number from 1 up, or -1 for --num_train_epochs": (
+        lambda x: x == -1 or x >= 1 and x == int(x),
+        "max_steps",
+    ),
+    "a whole number from 128 up (SymPy alone needs 70)": (lambda x: x >= 128 and x == int(x), "verifier_memory_mb"),
+    "above 0": (
+        lambda x: x > 0,
+        "num_train_epochs save_steps logging_steps vllm_timeout_s verifier_timeout_s guard_max_age_h guard_disk_gb "
+        "galore_scale",
+    ),
+    "0 or more": (
+        lambda x: x >= 0,
+        "learning_rate warmup_steps max_grad_norm weight_decay beta epsilon epsilon_high vllm_restart_s",
+    ),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p"),
+    "in [0, 1]": (lambda x: 0 <= x <= 1, "min_p"),
+    "in [0, 1)": (lambda x: 0 <= x < 1, "rank_ema momentum layer_clip_beta"),
+}
+CHOICES = {
+    "prompt_style": (None, *PROMPT_STYLES),
+    "ares_step": ("literal", "projected"),
+    "rank_mode": ("dynamic", "fixed"),
+    "expect_distributed": (None, "no", "ddp", "fsdp", "fsdp2", "deepspeed"),
+}
 
 
 @dataclass
@@ -334,6 +399,10 @@ class RLVRConfig(GRPOConfig):
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
     vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
     loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "False lets dropout (LoRA's too) move each pass: ratios differ at equal weights"},
+    )
     logging_steps: float = field(default=1, metadata={"help": "optimizer steps between two lines of metrics.jsonl"})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "True would hide a NaN loss in the logs"})
 
@@ -455,16 +524,41 @@ class RLVRConfig(GRPOConfig):
     guard_stages: str | None = field(
         default=None,
         metadata={
-            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm"
+            "help": "staged roll-out, e.g. small:20,medium:50,full; widens after so many steps without an alarm",
+            "aliases": ["--stages"],
         },
+    )
+    # optimizer
+    optim_method: str | None = field(
+        default=None, metadata={"help": f"{' | '.join(OPTIMIZERS)}; unset = TRL's --optim, AdamW"}
+    )
+    rank_max: int | None = field(
+        default=None,
+        metadata={
+            "help": "largest rank (ares), the rank (galore); unset = 64, or a quarter of the smallest side in a layer. paper: not stated"
+        },
+    )
+    rank_min: int = field(default=1, metadata={"help": "ares: smallest rank"})
+    rank_ema: float = field(default=0.9, metadata={"help": "ares: weight of the past in the rank; 0 = no smoothing"})
+    power_iters: int = field(default=1, metadata={"help": "ares: power iterations a step"})
+    ares_step: str = field(default="literal", metadata={"help": "ares: literal | projected"})
+    rank_mode: str = field(default="dynamic", metadata={"help": "ares: dynamic | fixed (ablation: r = rank_max)"})
+    no_low_rank: bool = field(default=False, metadata={"help": "ares, ablation: no truncation"})
+    galore_gap: int = field(default=200, metadata={"help": "steps between two projections. GaLore: 200"})
+    galore_scale: float = field(default=0.25, metadata={"help": "factor on the update. GaLore: 0.25"})
+    momentum: float | None = field(
+        default=None, metadata={"help": "muon (0.95), sgd (0.9), rmsprop (0); unset = that"}
     )
     # gradient spectra
     spectral_every: int = field(
         default=0,
         metadata={"help": "spectra of the gradient every n steps, into output_dir/spectral.jsonl and .png; 0 = off"},
     )
-    spectral_top: int = field(
-        default=32, metadata={"help": "directions of spectral/top_share. The article: 32, of 1,024 to 2,048"}
+    spectral_top: int | None = field(
+        default=None,
+        metadata={
+            "help": "directions of spectral/top_share; unset = 32, or a 32nd of the smallest side in a layer. The article: 32"
+        },
     )
     # launch
     expect_processes: int | None = field(
@@ -475,6 +569,11 @@ class RLVRConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        check_ranges(self, RANGES)
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                words = ", ".join(x for x in known if x is not None)
+                raise ValueError(f"--{name} {getattr(self, name)} is unknown: use one of {words}")
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"--aggregation {self.aggregation} is unknown: use one of {', '.join(AGGREGATIONS)}")
         if self.scale_rewards not in (True, False, "none", "group", "batch"):
@@ -483,8 +582,6 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(f"--engine {self.engine} is unknown: use transformers or vllm")
         if self.vllm_transfer not in ("disk", "nccl"):
             raise ValueError(f"--vllm_transfer {self.vllm_transfer} is unknown: use disk or nccl")
-        if self.vllm_concurrency < 1:
-            raise ValueError(f"--vllm_concurrency {self.vllm_concurrency} must be at least 1")
         if self.engine == "vllm" and self.use_vllm:
             raise ValueError("--engine vllm and --use_vllm are two ways to a vLLM server, ours and TRL's: give one")
         if self.engine == "vllm" and self.rollout_dtype != "float32":
@@ -496,9 +593,9 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
             )
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"--temperature {self.temperature}: training needs a value above 0, greedy samples are all equal"
+                f"--temperature {self.temperature}: training needs a finite value above 0, greedy samples are all equal"
             )
         if self.eval_samples < 1 or self.eval_problems < 1:
             raise ValueError(
@@ -512,21 +609,12 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 "--gradloc_trigger paper needs --gradloc_tau, the norm a typical token may reach (GradLoc script: 640)"
             )
-        if self.gradloc_every < 0:
-            raise ValueError(f"--gradloc_every {self.gradloc_every} must be 0 (spikes only) or a number of steps")
-        if self.gradloc_cooldown < 0:
-            raise ValueError(f"--gradloc_cooldown {self.gradloc_cooldown} must be 0 or more steps")
         if not self.gradloc_factor > 1:
             raise ValueError(f"--gradloc_factor {self.gradloc_factor} must be above 1")
         if self.layer_clip_mode not in ("layer", "tensor"):
             raise ValueError(f"--layer_clip_mode {self.layer_clip_mode} is unknown: use layer or tensor")
         if self.guard not in stability.MODES:
             raise ValueError(f"--guard {self.guard} is unknown: use off, warn, halt or rollback")
-        if self.guard_k < 1 or self.guard_retries < 0 or (self.guard_save_every or 1) < 1:
-            raise ValueError(
-                f"--guard_k {self.guard_k} --guard_retries {self.guard_retries} --guard_save_every {self.guard_save_every}: need at "
-                "least 1, 0 and 1"
-            )
         stability.make_rules(self.guard_bounds)
         for text in self.guard_on_rollback:
             stability.parse_change(text)
@@ -545,12 +633,6 @@ class RLVRConfig(GRPOConfig):
             )
         if not self.layer_clip_alpha > 1:
             raise ValueError(f"--layer_clip_alpha {self.layer_clip_alpha} must be above 1")
-        if not 0 <= self.layer_clip_beta < 1:
-            raise ValueError(f"--layer_clip_beta {self.layer_clip_beta} must lie in [0, 1)")
-        if self.spectral_every < 0:
-            raise ValueError(f"--spectral_every {self.spectral_every} must be 0 (off) or a number of steps")
-        if self.spectral_top < 1:
-            raise ValueError(f"--spectral_top {self.spectral_top} must be at least 1")
         self._refuse_without("spectral", not self.spectral_every, "--spectral_every 10")
         if self.routing_replay not in ("none", "r2", "r3"):
             raise ValueError(f"--routing_replay {self.routing_replay} is unknown: use none, r2 or r3")
@@ -564,11 +646,12 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 "--keep_sampling_mask: nothing is truncated, there is no mask to keep; set --top_p, --top_k or --min_p, or drop it"
             )
-        if self.engine == "vllm" and (self.keep_sampling_mask or self.guard != "off"):
+        if self.engine == "vllm" and self.keep_sampling_mask and not self.top_k > 0:
             raise ValueError(
-                f"--keep_sampling_mask {self.keep_sampling_mask} --guard {self.guard}: with --engine vllm neither is tested; use the "
-                "built-in engine for them"
+                f"--keep_sampling_mask with --engine vllm and --top_k {self.top_k}: vLLM records sampling masks of requests with a "
+                "bounded top_k only; add one, for example --top_k 100"
             )
+        check_options(self)
         pick_device_and_precision(self)
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
@@ -645,17 +728,32 @@ class RLVRTrainer(GRPOTrainer):
                 f"--dataset {args.dataset} gives {len(train_dataset)} rows, but one sampling takes {needed} prompts: use more "
                 "rows, or lower --per_device_train_batch_size or --gradient_accumulation_steps"
             )
+        self._ares = None
+        if args.optim_method is not None:
+            if args.optim_method == "ares" and self.is_deepspeed_enabled:
+                raise ValueError(
+                    "--optim_method ares needs whole gradients, which DeepSpeed flattens and splits: use DDP or FSDP2"
+                )
+            make_optimizer(self.model, args)  # wrong options stop here, before anything is sampled
         self.routing = self._check_routing()
         self._scoring_old, self._sampled_routes = False, None
         self._support = self._kept_mass = None  # sets that the coming forwards replay; the engine's mass on them
         self._policy_kept = None  # and the policy's, of the last forward
         self.engine = None if args.use_vllm else self._make_engine()
+        if truncates(args) and self.engine is None:  # ours tell it where they sample, see _take_support
+            warnings.warn(
+                f"sampling is truncated (top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p or 0.0}) and training normalises over "
+                "the whole vocabulary: mismatch and omega read the kept probability mass, below 1 at equal weights; sample the whole "
+                "distribution, or with --engine vllm or the built-in engine, and --keep_sampling_mask",
+                stacklevel=2,
+            )
         self._sequences_sampled = 0  # over all processes: the index that seeds each sequence's own random stream
         self._window = defaultdict(list)  # metrics of the micro-batches of the current optimizer step
         self._shares = defaultdict(list)  # and those that are quotients of two counts
         self._broken = set()  # metrics that were NaN since the last log
-        self._counts = {}
-        self._sampled_with = None  # weight fingerprint of the last sampling
+        self._counts, self.step_inputs = {}, []  # of the current optimizer step; its micro-batches on this process
+        self._sampled_with = self._sampled_version = None  # weights of the last sampling: fingerprint and version
+        self.compared_versions = None  # of the two samplings that rollout/weights_changed compared last
         self._warned_of_truncation = False
         self._unchanged = 0  # samplings in a row with the same weights
         self._data_digest = None
@@ -708,6 +806,7 @@ class RLVRTrainer(GRPOTrainer):
             seed=args.seed,
             concurrency=args.vllm_concurrency,
             needs_routes=args.routing_replay == "r3",
+            needs_support=args.keep_sampling_mask,
             on_push=on_push,
             pushes=self.accelerator.is_main_process,
             timeout_s=args.vllm_timeout_s,
@@ -773,7 +872,9 @@ class RLVRTrainer(GRPOTrainer):
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
         controls = {
-            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(0, 100)),
+            "learning_rate_scale": Control(
+                lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)
+            ),  # 0 could not be undone
             "max_grad_norm": Control(
                 lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
             ),
@@ -787,10 +888,7 @@ class RLVRTrainer(GRPOTrainer):
         return {}
 
     def _set_lr_scale(self, scale):
-        factor = scale / self._lr_scale if self._lr_scale else math.inf
-        self._lr_scale = scale
-        if not math.isfinite(factor):
-            raise ValueError("learning_rate_scale 0 cannot be undone in this run")
+        factor, self._lr_scale = scale / self._lr_scale, scale
         schedule = self.lr_scheduler.scheduler if hasattr(self.lr_scheduler, "scheduler") else self.lr_scheduler
         schedule.base_lrs = [lr * factor for lr in schedule.base_lrs]
         for group in self.optimizer.param_groups:
@@ -816,17 +914,16 @@ class RLVRTrainer(GRPOTrainer):
     def _rollout(self, prompts, trainer):
         """TRL's rollout_func: sample with the engine. Sequence i of the global batch owns random stream i."""
         self.sync_engine()
-        if self.state.global_step:
-            self._compare_weights(self.engine.fingerprint)
-        self._sampled_with = self.engine.fingerprint
+        self._compare_weights(self.state.global_step, self.engine.fingerprint)
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        first = self._sequences_sampled + self.accelerator.process_index * len(prompts)
-        self._sequences_sampled += self.accelerator.num_processes * len(prompts)
+        staged = self.guard is not None and self.guard.share < 1 and self.model.training
+        # what a stage leaves out of a sampling keeps its numbers
+        width = self.args.per_device_train_batch_size * self.args.steps_per_generation if staged else len(prompts)
+        first = self._sequences_sampled + self.accelerator.process_index * width
+        self._sequences_sampled += self.accelerator.num_processes * width
         rollout = self.engine.generate(
             prompt_ids,
-            self.max_completion_length
-            if self.guard is None
-            else math.ceil(self.guard.share * self.max_completion_length),
+            self._completion_limit(),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -842,9 +939,13 @@ class RLVRTrainer(GRPOTrainer):
             "logprobs": rollout.rollout_logps,
         }
 
-    def _compare_weights(self, fingerprint):
-        """Do these weights differ from those of the sampling before this one, whatever was pushed in between?"""
-        changed = fingerprint != self._sampled_with
+    def _compare_weights(self, version, fingerprint):
+        """Do the weights of this sampling differ from those of the one before, if that had another version?"""
+        before, self._sampled_version = self._sampled_version, version
+        changed, self._sampled_with = fingerprint != self._sampled_with, fingerprint
+        if before in (None, version):
+            return
+        self.compared_versions = before, version
         self._metrics["train"]["rollout/weights_changed"].append(float(changed))
         self._unchanged = 0 if changed else self._unchanged + 1
         if self._unchanged == 5:
@@ -854,27 +955,42 @@ class RLVRTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
+    def _staged(self, rows):
+        """The part of this process's sampling that the guard's stage uses: all of it without stages."""
+        if self.guard is None or self.guard.share == 1:
+            return rows
+        return narrowed(rows, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
+
+    def _completion_limit(self):
+        """Tokens of a completion at most, at the guard's stage."""
+        share = 1.0 if self.guard is None else self.guard.share
+        return math.ceil(share * self.max_completion_length)
+
     def _take_support(self, rollout):
         """Check and keep what the filters left over; say once what training without it costs."""
-        if rollout.support is None:
-            return
-        kept = [mass for row in rollout.kept_mass for mass in row]
-        total = self.accelerator.reduce(
-            torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
-        )
-        mean = (total[0] / total[1]).item()
-        self._metrics["train"]["support/rollout_kept_mass"].append(mean)
+        mean = None
+        if rollout.kept_mass is not None:
+            kept = [mass for row in rollout.kept_mass for mass in row]
+            total = self.accelerator.reduce(
+                torch.tensor([math.fsum(kept), float(len(kept))], device=self.accelerator.device), "sum"
+            )
+            mean = (total[0] / total[1]).item()
+            self._metrics["train"]["support/rollout_kept_mass"].append(mean)
         if self.args.keep_sampling_mask:
-            check_support(rollout.support, rollout.completion_ids)
+            if rollout.support is not None:
+                check_support(rollout.support, rollout.completion_ids)
             self._support, self._kept_mass = rollout.support, rollout.kept_mass
-        elif not self._warned_of_truncation:
+        elif truncates(self.args) and not self._warned_of_truncation:
             self._warned_of_truncation = True
-            length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+            keeps, cost = "drops part", "below 1, the mass that was kept, which the server does not tell"
+            if mean is not None:
+                length = total[1].item() / (len(rollout) * self.accelerator.num_processes)
+                keeps, cost = f"keeps {mean:.3f}", f"of {mean:.3f} instead of 1 at every token"
+                cost += f", {mean**length:.2g} over a completion of {length:.0f} tokens"
             warnings.warn(
-                f"sampling keeps {mean:.3f} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
-                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu of "
-                f"{mean:.3f} instead of 1 at every token, {mean**length:.2g} over a completion of {length:.0f} tokens, from equal "
-                "weights; add --keep_sampling_mask",
+                f"sampling {keeps} of the probability mass on average (top_p {self.top_p}, top_k {self.top_k}, min_p "
+                f"{self.min_p or 0.0}) and training normalises over the whole vocabulary: expect a mismatch pi_old/mu {cost}, from "
+                "equal weights; add --keep_sampling_mask",
                 stacklevel=2,
             )
 
@@ -889,8 +1005,6 @@ class RLVRTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._scoring_old = self.model.training and self._old_pass()
         self._old_routes = self._sampled_routes = self._support = self._kept_mass = None
-        if self.guard is not None and self.guard.share < 1 and self.model.training:
-            inputs = narrowed(inputs, self.guard.share, math.lcm(self.num_generations, self.args.steps_per_generation))
         output = super()._generate_and_score_completions(inputs)
         if self._support is not None:
             self._carry_support(output)
@@ -915,14 +1029,15 @@ class RLVRTrainer(GRPOTrainer):
 
     def _carry_support(self, output):
         """Lay the sampling's sets beside its sequences: lists ride through TRL's shuffle and split as tensors do."""
-        support, mask = self._support, self._loss_mask(output)
+        support, mask = self._support, output["completion_mask"]
         if "tool_mask" in output:  # nobody sampled those tokens
             support = [drop_rows(entry, row) for entry, row in zip(support, output["tool_mask"], strict=True)]
         output["support"] = support
-        mass = torch.zeros(mask.shape, device=mask.device)
-        for row, kept in zip(mass, self._kept_mass, strict=True):
-            row[: len(kept)] = torch.tensor(kept, device=mask.device)
-        output["kept_mass"] = mass
+        if self._kept_mass is not None:
+            mass = torch.zeros(mask.shape, device=mask.device)
+            for row, kept in zip(mass, self._kept_mass, strict=True):
+                row[: len(kept)] = torch.tensor(kept, device=mask.device)
+            output["kept_mass"] = mass
         self._support = self._kept_mass = None
 
     def advantages(self, rewards, num_generations):
@@ -949,6 +1064,8 @@ class RLVRTrainer(GRPOTrainer):
         return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
     def _prepare_inputs(self, generation_batch):
+        if self.model.training:
+            generation_batch = self._staged(generation_batch)
         inputs = super()._prepare_inputs(generation_batch)
         accumulation = self.args.gradient_accumulation_steps
         window = None
@@ -958,6 +1075,7 @@ class RLVRTrainer(GRPOTrainer):
             start = self._step % self.args.steps_per_generation
             window = self._buffered_inputs[start : start + accumulation]
         if window is not None:  # fixed before any clip or rejection, over all micro-batches and ranks
+            self.step_inputs = window
             tokens = sum(self._loss_mask(x).sum() for x in window)
             sequences = sum(len(x["advantages"]) for x in window)
             counts = torch.stack([tokens.float(), torch.full_like(tokens, sequences, dtype=torch.float)])
@@ -1008,6 +1126,26 @@ class RLVRTrainer(GRPOTrainer):
         rollout_logps = clean(inputs["sampling_per_token_logps"])
         return Scored(logps, old, rollout_logps, ref, clean(entropies), mask, inputs["advantages"].unsqueeze(1))
 
+    def step_divergences(self, model, batch):
+        """Divergence, advantage and "has tokens" of every sequence of this optimizer step under the current weights.
+
+        batch: the first micro-batch as scored for its loss -> (M, N, 3) float32, M = micro-batches x processes, the row
+        `process_index * micro-batches + i` for this process's micro-batch i. All processes call it, before the first backward of
+        the step. With several micro-batches it costs one forward pass over each without a gradient (15 % of a step of the tiny MoE,
+        sampling included); with one, nothing but the gather.
+        """
+        scored = [batch]
+        if len(self.step_inputs) > 1:
+            used = self._used_routes
+            with torch.no_grad(), replayed_rng(rng_state()):
+                scored = [self.score(model, inputs) for inputs in self.step_inputs]
+            self._used_routes = used  # GradLoc replays those of the pass that has a gradient
+        rows = []
+        for b in scored:
+            divergence = sequence_divergence(b.logps, b.rollout_logps, b.mask)
+            rows.append(torch.cat([divergence, b.advantages, b.mask.any(1, keepdim=True)], 1))
+        return self.accelerator.gather(torch.stack(rows).float())
+
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
@@ -1019,7 +1157,8 @@ class RLVRTrainer(GRPOTrainer):
         """
         run = self._logps_over_support
         old_pass, self._scoring_old = self._scoring_old and not torch.is_grad_enabled(), False
-        if self.routing is None or not (old_pass or torch.is_grad_enabled()):
+        measured = self._routes is not None and self.model.training  # `step_divergences`: as the loss will see it
+        if self.routing is None or not (old_pass or measured or torch.is_grad_enabled()):
             return run(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         support, self._support = self._support, None
         routes = self._routes
@@ -1034,7 +1173,7 @@ class RLVRTrainer(GRPOTrainer):
             with replay, record_routing(model, native=True) as recorder:
                 outputs.append(run(model, input_ids[part], attention_mask[part], logits_to_keep, None, **kwargs))
             native.append(recorder.routes)
-            if routes is not None and not old_pass:
+            if routes is not None and torch.is_grad_enabled():
                 self.track("routing/replayed_rows", torch.tensor([float(replay.replayed)]))
         self._support = support
         self._native_routes = self._used_routes = torch.cat(native)
@@ -1064,10 +1203,15 @@ class RLVRTrainer(GRPOTrainer):
 
     def _track_support(self, inputs, mask):
         """Does the policy still put its mass where the engine's filters did? And what carrying the sets costs."""
-        support, mine, theirs = inputs["support"], self._policy_kept.exp(), inputs["kept_mass"]
-        sampled = mask.bool() & (theirs > 0)
-        low, high = torch.minimum(mine, theirs), torch.maximum(mine, theirs)
-        self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
+        support, mine = inputs["support"], self._policy_kept.exp()
+        sampled = torch.zeros_like(mask, dtype=torch.bool)
+        for row, (_, offsets) in zip(sampled, support, strict=True):
+            filled = offsets.diff()[: len(row)] > 0
+            row[: len(filled)] = filled.to(row.device)
+        sampled &= mask.bool()
+        if "kept_mass" in inputs:
+            low, high = torch.minimum(mine, inputs["kept_mass"]), torch.maximum(mine, inputs["kept_mass"])
+            self.track("support/agreement", low / high.clamp(min=1e-30), sampled)
         self.track("support/kept_mass", mine, sampled)
         tokens = sum(offsets.numel() - 1 for _, offsets in support)
         size = float(sum(ids.numel() for ids, _ in support))
@@ -1157,12 +1301,22 @@ class RLVRTrainer(GRPOTrainer):
         if value is not None and math.isnan(value):
             self._broken.add(name)
 
+    def create_optimizer(self, model=None):
+        if self.args.optim_method is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.model if model is None else model, self.args)
+            self._ares = self.optimizer if isinstance(self.optimizer, Ares) else None
+        return self.optimizer
+
     def log(self, logs, start_time=None):
         """TRL leaves NaN out of a window's mean; one broken log-prob must show."""
         for name in sorted(self._broken):
             self._metrics["train"].pop(name, None)
             logs[name] = math.nan
         self._broken.clear()
+        if self._ares is not None and "loss" in logs:
+            logs |= self._ares.metrics()
         if self.model.training and not torch.isfinite(self._tr_loss).all():
             self._tr_loss.zero_()  # the Trainer subtracts what it logged, and NaN - NaN would stay for ever
         super().log(logs, start_time)
@@ -1201,6 +1355,7 @@ class RLVRTrainer(GRPOTrainer):
         return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _save_checkpoint(self, model, trial):
+        self.settle()  # its error is the engine's and no failed write
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         failure = None
         try:
@@ -1231,6 +1386,7 @@ class RLVRTrainer(GRPOTrainer):
             "buffered_inputs": self._buffered_inputs,
             "sequences_sampled": self._sequences_sampled,
             "sampled_with": self._sampled_with,
+            "sampled_version": self._sampled_version,
             "recipe": type(self).__name__,
             "metrics": dict(self._metrics["train"]),
             "broken": sorted(self._broken),
@@ -1258,6 +1414,9 @@ class RLVRTrainer(GRPOTrainer):
                     f"{checkpoint} holds a model of {name} {saved.get(name)} and this run trains one of {config.get(name)}: resume "
                     "with the model it was made with"
                 )
+
+    def settle(self):
+        """Before a checkpoint: wait for what runs beside the training and belongs into it."""
 
     def recipe_state(self):
         """What a recipe must keep in a checkpoint beside what every recipe keeps: plain numbers and tensors."""
@@ -1303,6 +1462,8 @@ class RLVRTrainer(GRPOTrainer):
                     "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state.global_step == 0 and self.is_fsdp_enabled:  # a guard's start: see StabilityGuard._start
+            self.optimizer.state.clear()
         device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
         try:
             state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
@@ -1326,7 +1487,7 @@ class RLVRTrainer(GRPOTrainer):
         self._step = state["micro_step"]
         self._buffered_inputs = state["buffered_inputs"]
         self._sequences_sampled = state["sequences_sampled"]
-        self._sampled_with = state["sampled_with"]
+        self._sampled_with, self._sampled_version = state["sampled_with"], state["sampled_version"]
         self._metrics["train"] = defaultdict(list, state["metrics"])
         self._broken = set(state["broken"])
         changed = dict(state["controls"])  # else what the command line says
@@ -1367,6 +1528,8 @@ class RLVRTrainer(GRPOTrainer):
                 prompt_ids,
                 self.max_completion_length,
                 temperature=self.temperature,
+                # a server that records sampling masks refuses requests without a bound
+                top_k=self.top_k if self.args.engine == "vllm" and self.args.keep_sampling_mask else 0,
                 batch_size=self.args.rollout_batch_size,
                 sequence_ids=streams,
             ).completion_ids
@@ -1425,7 +1588,7 @@ def make_verifier(args):
 
 def load_rows(args, tokenizer):
     """Training rows of --dataset and held-out rows of --eval_source (None without one), over-long prompts dropped."""
-    train = load_math_rows(args.dataset, limit=args.dataset_limit, seed=args.seed, prompt_style=args.prompt_style)
+    train = _rows("--dataset", args.dataset, args.dataset_limit, args)
     say(f"train: {load_math_rows_report(train)}")
     if args.max_prompt_tokens is not None:
         kept = train.filter(
@@ -1442,11 +1605,17 @@ def load_rows(args, tokenizer):
         raise ValueError(f"--dataset {args.dataset}: no row is left; raise --max_prompt_tokens")
     if args.eval_source is None:
         return train, None
-    held_out = load_math_rows(
-        args.eval_source, limit=args.eval_problems, seed=args.seed, prompt_style=args.prompt_style
-    )
+    held_out = _rows("--eval_source", args.eval_source, args.eval_problems, args)
     say(f"held-out: {load_math_rows_report(held_out)}")
     return train, held_out
+
+
+def _rows(flag, source, limit, args):
+    """load_math_rows, with the flag in what it refuses."""
+    try:
+        return load_math_rows(source, limit=limit, seed=args.seed, prompt_style=args.prompt_style)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{flag} {source}: {error}") from error
 
 
 def run(trainer, held_out=None):

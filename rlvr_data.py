@@ -304,7 +304,7 @@ def _needed(names):
 
 
 def _missing(path):
-    return f"no file {path}{_near(path)}"
+    return f"no file {path}{_near(path)}; give a file, tiny, or a hub id like org/name"
 
 
 def _near(path):

@@ -10,9 +10,11 @@ import contextlib
 import difflib
 import math
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import psutil
 import torch
@@ -22,8 +24,10 @@ from accelerate.commands.config import config_args
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, ModelConfig, TrlParser
+from trl.import_utils import is_vllm_available
 
 REPO = Path(__file__).resolve().parent
 # Models that ship with the project, under tiny/: --model_name_or_path takes the short name.
@@ -33,14 +37,15 @@ TINY = {
     "tiny-moe-split": "qwen3_moe_split",
     "tiny-moe-words": "qwen3_moe_words",
 }
+MODEL_NAMES = f"{', '.join(TINY)}, a folder, a .gguf file, or a hub id like org/name"
 TINY_CONFIG = REPO / "recipes" / "configs" / "tiny.yaml"
 
-# The twenty inherited options that matter; the rest is behind --help_all.
+# The inherited options that matter; the rest is behind --help_all.
 COMMON_OPTIONS = {
     "model_name_or_path", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint", "seed", "max_steps",
     "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "num_generations",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length", "temperature", "use_vllm",
-    "save_steps", "report_to",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length", "temperature", "top_p", "top_k",
+    "min_p", "save_steps", "save_total_limit", "report_to", "vllm_server_base_url",
 }  # fmt: skip
 
 SHORT_HELP = {  # of inherited options whose own help runs over several lines
@@ -57,7 +62,11 @@ SHORT_HELP = {  # of inherited options whose own help runs over several lines
     "resume_from_checkpoint": "a checkpoint folder, or `last` for the newest of --output_dir",
     "max_completion_length": "tokens sampled at most",
     "temperature": "of sampling; the training log-probs use the same",
-    "use_vllm": "sample with a vLLM server or in-process vLLM instead of the built-in engine",
+    "top_p": "of sampling: the smallest set of tokens with this mass; 1 = all",
+    "top_k": "of sampling: the k likeliest tokens; 0 = all",
+    "min_p": "of sampling: drop tokens below this share of the likeliest one's probability; unset = none",
+    "save_total_limit": "checkpoints kept; unset = all",
+    "vllm_server_base_url": "address of the server of --engine vllm; unset = http://127.0.0.1:8000",
     "model_name_or_path": "tiny, a folder, a .gguf file, or a hub id",
     "use_peft": "train LoRA adapters",
     "lora_r": "rank of the adapters",
@@ -79,10 +88,24 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
 
 
+class Parser(TrlParser):
+    """TrlParser that raises ValueError, one sentence, where argparse prints its usage and ends the program."""
+
+    def error(self, message):
+        found = re.fullmatch(r"argument (--\w+)\S*: (?:invalid (\w+) value: '(.*)'|(.*))", message, re.DOTALL)
+        if found is None:
+            raise ValueError(message)
+        flag, kind, value, other = found.groups()
+        kinds = {"int": "a whole number", "float": "a number"}
+        raise ValueError(
+            f"{flag}: {other}" if other else f"{flag} {value} must be {kinds.get(kind, f'of type {kind}')}"
+        )
+
+
 def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
-    """TrlParser over (config_class, ModelConfig); unless show_all, help hides what a reader of this recipe can leave alone."""
-    doc += f"\nWithout --config and --model_name_or_path, recipes/configs/{default.name} replaces the defaults shown here.\n"
-    parser = TrlParser(
+    """Parser over (config_class, ModelConfig); unless show_all, help hides what a reader of this recipe can leave alone."""
+    doc += f"\nWithout --config and --model_name_or_path, recipes/configs/{default.name} replaces the defaults, as shown here.\n"
+    parser = Parser(
         (config_class, ModelConfig), description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False
     )
     parser.add_argument(
@@ -91,12 +114,15 @@ def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
     own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__) | set(
         config_class.__annotations__
     )
+    replaced = yaml.safe_load(default.read_text())
     for action in parser._actions:
-        negation = any(option.startswith("--no_") for option in action.option_strings)
+        negation = action.option_strings[0] == f"--no_{action.dest}"  # of a flag; --no_is is a flag of its own
         if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
             action.help = argparse.SUPPRESS
         elif action.dest in SHORT_HELP and not show_all:
             action.help = SHORT_HELP[action.dest]
+        if replaced.get(action.dest, action.default) != action.default and action.help != argparse.SUPPRESS:
+            action.help = f"{action.help} (default: %(default)s; {default.name}: {replaced[action.dest]})"
     return parser
 
 
@@ -107,6 +133,7 @@ def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
     --model_name_or_path the embedded default (recipes/configs/tiny.yaml, or `default`) is used. Unknown flags and keys are
     errors.
     """
+    embedded = default.relative_to(REPO)
     quiet_libraries()
     argv = list(sys.argv[1:] if argv is None else argv)
     argv = [
@@ -119,15 +146,25 @@ def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
         print(make_parser(config_class, doc, "--help_all" in given, default).format_help())
         sys.exit(0)
     with one_sentence():
+        file = None
         if "--config" in given:
-            check_config_file(argv[argv.index("--config") + 1 : argv.index("--config") + 2], config_class)
+            file = argv[argv.index("--config") + 1 : argv.index("--config") + 2]
+            check_config_file(file, config_class)
         elif "--model_name_or_path" not in given:
-            argv = ["--config", str(default), *argv]
-            say(f"embedded default: {default.relative_to(REPO)} (another model: --config or --model_name_or_path)")
-        args, model_args, _, unknown = make_parser(config_class, doc, default=default).parse_args_and_config(
-            argv, return_remaining_strings=True
-        )
-        refuse_unknown(unknown, config_class, ModelConfig)
+            file = [str(default)]
+            argv = ["--config", *file, *argv]
+            say(f"embedded default: {embedded} (another model: --config or --model_name_or_path)")
+        else:
+            say(f"no --config: the paper's defaults are in force, not the tiny ones (those: --config {embedded})")
+        try:
+            args, model_args, _, unknown = make_parser(config_class, doc, default=default).parse_args_and_config(
+                argv, return_remaining_strings=True
+            )
+            refuse_unknown(unknown, config_class, ModelConfig)
+            check_lora(model_args)
+            check_installed(args)
+        except ValueError as error:
+            raise ValueError(f"{error}{set_by_file(str(error), file, given)}") from error
         check_processes(args)
         settle_output_dir(args, explicit="--output_dir" in given)
         model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
@@ -150,6 +187,64 @@ def refuse_unknown(words, *config_classes):
         raise ValueError(f"{' '.join(words)} is no option of this recipe: {hint}")
 
 
+def set_by_file(message, file, given):
+    """Which values that the message names come from the config file and not from the command line, as a clause; "" for none."""
+    content = yaml.safe_load(Path(file[0]).read_text()) if file else {}
+    names = [
+        name
+        for name, value in content.items()
+        if f"--{name}" not in given and re.search(rf"\b{name} {re.escape(str(value))}(?!\w)", message)
+    ]
+    return f" ({', '.join(names)}: set by {os.path.relpath(file[0])})" if names else ""
+
+
+def check_ranges(config, ranges):
+    """Raise ValueError for the first number outside its range. ranges: {words: (test, names)}; None passes where it is the
+    default or part of the option's type."""
+    known = {f.name: f for f in config.__dataclass_fields__.values()}
+    for words, (test, names) in ranges.items():
+        for name in names.split():
+            value, optional = vars(config)[name], known[name].default is None
+            if value is None and (optional or type(None) in get_args(get_type_hints(type(config))[name])):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or not test(value):
+                raise ValueError(f"--{name} {value} must be {words}" + (", or unset" if optional else ""))
+
+
+def check_lora(model_args):
+    """Raise ValueError for adapter options without adapters, and for an adapter that cannot be."""
+    for f in ModelConfig.__dataclass_fields__.values():
+        value = vars(model_args)[f.name]
+        if f.name.startswith(("lora_", "use_rslora", "use_dora")) and not model_args.use_peft and value != f.default:
+            raise ValueError(f"--{f.name} {value} is read with --use_peft only: add --use_peft, or remove it")
+    check_ranges(
+        model_args,
+        {
+            "a whole number from 1 up": (lambda x: x >= 1 and x == int(x), "lora_r lora_alpha"),
+            "in [0, 1)": (lambda x: 0 <= x < 1, "lora_dropout"),
+        },
+    )
+
+
+def check_installed(args):
+    """Raise ValueError for a tracker or an engine whose package is missing or unknown, before anything is loaded."""
+    for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to:
+        known = ["none", "all", *INTEGRATION_TO_CALLBACK]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise ValueError(f"--report_to {name} is unknown: {hint}")
+        if name in INTEGRATION_TO_CALLBACK and name not in [*get_available_reporting_integrations(), "flyte"]:
+            raise ValueError(
+                f"--report_to {name}: {name} is not installed here: pip install {name}, or --report_to none"
+            )
+    if args.use_vllm and not is_vllm_available():
+        raise ValueError(
+            "--use_vllm needs vllm in this environment, which has none: use --engine vllm, a server of its own"
+        )
+
+
 def model_options(args, model_args):
     """How TRL loads the policy and the reference: weights in float32 (bf16 is autocast), unless --dtype says otherwise."""
     if model_args.load_in_8bit or model_args.load_in_4bit:
@@ -164,11 +259,21 @@ def model_options(args, model_args):
 
 @contextlib.contextmanager
 def one_sentence():
-    """Around everything that reads a user's input: a ValueError or missing file ends the program with its sentence."""
+    """Around everything that reads a user's input: a ValueError or missing file ends the program with its sentence, and what was
+    claimed of the output folder is given back."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
+        unclaim()
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        unclaim()  # transformers: a model that is neither here nor on a hub that can be reached; several lines
+        what = str(error).strip().splitlines()[0]
+        sys.exit(
+            f"error: {what} (--model_name_or_path takes {MODEL_NAMES}; without a network only what is on this disk)"
+        )
 
 
 def one_spelling(arg):
@@ -203,16 +308,26 @@ def check_config_file(paths, config_class):
         raise ValueError(f"--config {path}: nobody reads {', '.join(unknown)}; --help_all lists the options")
 
 
-def find_model(name, folder=None):
+def find_model(name, folder=None, flag="--model_name_or_path"):
     """A name of TINY or a folder relative to the repository -> its absolute path; a .gguf file -> a model folder made from it under
-    `folder`; anything else (hub id, path) unchanged."""
+    `folder`; a folder or a hub id (org/name) unchanged. Raises ValueError or FileNotFoundError, naming `flag`, for anything else:
+    no hub is asked for what cannot be on one."""
     if name is None:
-        raise ValueError("no model: give --model_name_or_path, or a --config that names one")
+        raise ValueError(f"no model: give {flag}, or a --config that names one")
     if name in TINY:
         return str(REPO / "tiny" / TINY[name])
     if name.endswith(".gguf"):
+        if folder is None:
+            raise ValueError(
+                f"{flag} {name}: only training takes a .gguf; give the model folder that it unpacked, OUTPUT_DIR/base_model"
+            )
         return unpack_gguf(Path(name), Path(folder) / "base_model")
-    return str(REPO / name) if not Path(name).exists() and (REPO / name).is_dir() else name
+    here = Path(name).expanduser()
+    if not here.exists() and (REPO / name).is_dir():
+        return str(REPO / name)
+    if not here.is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
+        raise FileNotFoundError(f"{flag} {name}: there is no such folder, and it is no hub id: give {MODEL_NAMES}")
+    return name
 
 
 def unpack_gguf(path, folder):
@@ -241,52 +356,125 @@ def holds_a_run(folder):
     return (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoint-*"))
 
 
+CLAIMED = {}  # folder that this process took for a run -> the folders that were made for it, innermost first
+
+
+def claim(folder):
+    """Take `folder` for a new run by creating its metrics.jsonl, which of two processes only one can. -> success"""
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "metrics.jsonl").open("x").close()
+    except FileExistsError:
+        return False
+    if not CLAIMED:
+        atexit.register(unclaim)
+    CLAIMED[folder] = made
+    return True
+
+
+def unclaim():
+    """Give back what no run has written to: a start that input errors ended leaves nothing behind."""
+    while CLAIMED:
+        folder, made = CLAIMED.popitem()
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and not metrics.stat().st_size and not (folder / "final").exists():
+            metrics.unlink()
+        with contextlib.suppress(OSError):  # not empty, or gone
+            for path in made:
+                path.rmdir()
+
+
+def complete_checkpoints(folder):
+    """The folders of complete checkpoints, oldest first."""
+    found = [p.parent for p in folder.glob("checkpoint-*/rollout_state_0.pt")]
+    found = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+
 def settle_output_dir(args, explicit):
     """Fix args.output_dir and args.resume_from_checkpoint; never mix two runs in one folder.
 
     A fresh run whose folder already holds one moves to `<folder>-2`, `-3`, ... when the folder is the recipe's default, and is
-    refused when it was named by the user. `--resume_from_checkpoint last` finds the newest complete checkpoint.
+    refused when it was named by the user; the folder is its own from here on, also beside a run that starts at the same moment.
+    `--resume_from_checkpoint last` finds the newest complete checkpoint. Rank 0 decides: another looks a moment later.
     """
-    folder = Path(args.output_dir).absolute()
-    runs = [folder]  # the folder and the numbered ones that later runs moved to, oldest first
-    while not explicit and holds_a_run(folder.with_name(f"{folder.name}-{len(runs) + 1}")):
-        runs.append(folder.with_name(f"{folder.name}-{len(runs) + 1}"))
-    if args.resume_from_checkpoint is not None:
-        checkpoint = Path(args.resume_from_checkpoint).absolute()
-        if args.resume_from_checkpoint == "last":
-            folder = runs[-1]
-            complete = [p.parent for p in folder.glob("checkpoint-*/rollout_state_0.pt")]
-            complete = [p for p in complete if p.name.removeprefix("checkpoint-").isdecimal()]
-            if not complete:
-                raise FileNotFoundError(
-                    f"--resume_from_checkpoint last: no complete checkpoint in {folder}; name the run with --output_dir"
-                )
-            checkpoint = max(complete, key=lambda p: int(p.name.split("-")[1]))
-        elif not (checkpoint / "trainer_state.json").exists():
-            raise FileNotFoundError(
-                f"--resume_from_checkpoint {checkpoint} is no checkpoint: it has no trainer_state.json"
-            )
-        elif not explicit:
-            folder = checkpoint.parent
-        elif folder != checkpoint.parent and holds_a_run(folder):
-            raise ValueError(
-                f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder"
-            )
-        args.resume_from_checkpoint = str(checkpoint)
-        say(f"resuming from {checkpoint}, writing to {folder}")
-    elif holds_a_run(folder):
-        if explicit:
-            raise ValueError(
-                f"--output_dir {folder} already holds a run: continue it with --resume_from_checkpoint last, or name another"
-            )
-        folder = folder.with_name(f"{folder.name}-{len(runs) + 1}")
-    choice = [str(folder)]
+    choice = [None]
+    if PartialState().is_main_process:
+        try:
+            choice = [_settled(Path(args.output_dir).absolute(), args, explicit)]
+        except (ValueError, FileNotFoundError) as error:
+            choice = [error]
     if PartialState().num_processes > 1:
-        broadcast_object_list(choice)  # rank 0 decides: another rank may look a moment later, when the folder exists
-    args.output_dir = choice[0]
+        broadcast_object_list(choice)
+    if isinstance(choice[0], Exception):
+        raise choice[0]
+    folder, checkpoint = choice[0]
+    args.output_dir, args.resume_from_checkpoint = str(folder), checkpoint and str(checkpoint)
+    if checkpoint is not None:
+        say(f"resuming from {checkpoint}, writing to {folder}")
+
+
+def _settled(folder, args, explicit):
+    """(folder, checkpoint to go on from or None), absolute; a fresh run has claimed its folder."""
+    newest = 0 if explicit else _newest(folder)
+    if args.resume_from_checkpoint is not None:
+        return _resumed(_numbered(folder, max(newest, 1)), args, explicit)
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
+    while holds_a_run(_numbered(folder, newest + 1)) or not claim(_numbered(folder, newest + 1)):
+        if explicit and complete_checkpoints(folder):
+            raise ValueError(
+                f"--output_dir {folder} already holds a run: continue it with --resume_from_checkpoint last, or name another"
+            )
+        if explicit:
+            raise ValueError(
+                f"--output_dir {folder} already holds a run, without a complete checkpoint to go on from (the first comes at "
+                f"--save_steps {args.save_steps:g}): delete the folder if that run has ended, or name another"
+            )
+        newest += 1
+    return _numbered(folder, newest + 1), None
+
+
+def _numbered(folder, number):
+    return folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+
+
+def _newest(folder):
+    """The number of the newest run of a default folder: its name alone is 1, 0 where there is none. Gaps are not filled again."""
+    names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    suffixes = [name.removeprefix(f"{folder.name}-") for name in names if name.startswith(f"{folder.name}-")]
+    numbers = [1, *(int(s) for s in suffixes if s.isdecimal() and s[0] != "0" and s != "1")]
+    return max((n for n in numbers if holds_a_run(_numbered(folder, n))), default=0)
+
+
+def _resumed(folder, args, explicit):
+    checkpoint = Path(args.resume_from_checkpoint).absolute()
+    if args.resume_from_checkpoint == "last":
+        complete = complete_checkpoints(folder)
+        if complete:
+            return folder, complete[-1]
+        if holds_a_run(folder):
+            raise FileNotFoundError(
+                f"--resume_from_checkpoint last: the run in {folder} has no complete checkpoint (the first comes at --save_steps "
+                f"{args.save_steps:g}): name another run with --output_dir, or start anew without --resume_from_checkpoint"
+            )
+        raise FileNotFoundError(
+            f"--resume_from_checkpoint last: no complete checkpoint in {folder}; name the run with --output_dir"
+        )
+    if not (checkpoint / "trainer_state.json").exists():
+        what = "is no checkpoint: it has no trainer_state.json" if checkpoint.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"--resume_from_checkpoint {checkpoint} {what}; give RUN/checkpoint-N, or `last` for the newest of --output_dir"
+        )
+    if not explicit:
+        return checkpoint.parent, checkpoint
+    if folder != checkpoint.parent and holds_a_run(folder):
+        raise ValueError(
+            f"--output_dir {folder} already holds a run, and {checkpoint} is of another: name a new folder"
+        )
+    return folder, checkpoint
 
 
 # --- device and precision ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import matplotlib
@@ -13,24 +14,30 @@ from tqdm.auto import tqdm  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
 
-# panel title -> metrics drawn in it; a metric that a run does not write is left out
+# panel title -> metrics drawn in it, names or patterns; a metric that a run does not write is left out
 PANELS = {
     "reward and held-out accuracy": ("reward", "eval/accuracy"),
     "entropy (nats a token)": ("entropy",),
     "gradient norm (before clipping)": ("grad_norm",),
     "mismatch KL(mu || pi_old)": ("mismatch/k1", "mismatch/k3"),
-    "masked fraction": ("token_clip/masked_frac", "seq_clip/masked_frac", "ppo_clip/frac", "mismatch/extreme_frac"),
+    "masked fraction": ("*/masked_frac", "ppo_clip/frac", "mismatch/extreme_frac"),
     "completion length (tokens)": ("completions/mean_length", "completions/max_length"),
+}
+# the same, for what only some runs have: without any of its metrics there is no panel
+MORE_PANELS = {
+    "routing and support agreement": ("routing/rollout_agreement", "routing/old_agreement", "support/agreement"),
+    "staleness (weight versions)": ("async/staleness/p50", "async/staleness/max"),
+    "KL to the initial model": ("kl",),
 }
 LOG_SCALE = {"gradient norm (before clipping)"}
 MARKED = {"gradient norm (before clipping)"}  # with the steps that GradLoc looked into
-SHOWN = {  # metric -> short name in the progress line
+SHOWN = {  # metric -> short name in the progress line; of a pattern the first metric that a run writes
     "reward": "reward",
     "eval/accuracy": "held-out",
     "entropy": "entropy",
     "grad_norm": "grad",
     "mismatch/k3": "mismatch",
-    "token_clip/masked_frac": "masked",
+    "*/masked_frac": "masked",
     "completions/mean_length": "length",
 }
 
@@ -58,15 +65,26 @@ def series(records, name):
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
+def matching(records, patterns):
+    """Names of the metrics in `records` that one of the patterns takes: in the patterns' order, then in that of their first record."""
+    logged = list(dict.fromkeys(name for r in records for name in r))
+    return list(dict.fromkeys(name for pattern in patterns for name in logged if fnmatch(name, pattern)))
+
+
 def smooth(values, span):
     """Trailing mean over `span` values: the curve one reads through the noise."""
     return [sum(values[max(0, i + 1 - span) : i + 1]) / min(i + 1, span) for i in range(len(values))]
 
 
 def plot_curves(records, path, title=""):
-    """Draw PANELS from metrics records into a PNG."""
-    figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
-    for axis, (panel, names) in zip(axes.flat, PANELS.items(), strict=True):
+    """Draw PANELS, and those of MORE_PANELS that have something to show, from metrics records into a PNG."""
+    more = {panel: names for panel, names in MORE_PANELS.items() if matching(records, names)}
+    panels = {panel: matching(records, names) for panel, names in (PANELS | more).items()}
+    rows = math.ceil(len(panels) / 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(15, 3.75 * rows), constrained_layout=True)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (panel, names) in zip(axes.flat, panels.items(), strict=False):
         for color, name in enumerate(names):
             steps, values = series(records, name)
             if not steps:
@@ -94,6 +112,11 @@ def plot_curves(records, path, title=""):
     plt.close(figure)
 
 
+def shown(record, pattern):
+    """The one metric of a record that a pattern of SHOWN takes, in a list; none in an empty one."""
+    return [name for name in matching([record], (pattern,)) if isinstance(record[name], float)][:1]
+
+
 class RunReport(TrainerCallback):
     """Progress bar with the numbers that matter, metrics.jsonl (one line a logging step), curve.png (kept current)."""
 
@@ -102,6 +125,7 @@ class RunReport(TrainerCallback):
         self.metrics_path, self.curve_path = self.folder / "metrics.jsonl", self.folder / "curve.png"
         self.bar, self.drawn_at = None, time.monotonic()
         self.unprinted = []  # records since the last printed line, which shows their mean: one step is mostly noise
+        self.latest = {}  # short name -> last value
 
     def replace_defaults(self, trainer):
         """Take the place of transformers' printing callbacks, which dump sixty metrics a step."""
@@ -115,11 +139,13 @@ class RunReport(TrainerCallback):
             file.write(to_json(record) + "\n")
 
     def means(self):
-        """`reward 0.52`, ...: means over the steps since the last printed line."""
-        for name, short in SHOWN.items():
-            values = [r[name] for r in self.unprinted if isinstance(r.get(name), float)]
+        """`reward 0.52`, ...: means over the steps since the last printed line; `reward -` where nothing was sampled since."""
+        for pattern, short in SHOWN.items():
+            values = [r[name] for r in self.unprinted for name in shown(r, pattern)]
             if values:
                 yield f"{short} {sum(values) / len(values):.3g}"
+            elif short in self.latest and short != "held-out":  # a column that the lines before have
+                yield f"{short} -"
 
     def draw(self):
         if not self.metrics_path.exists():
@@ -148,8 +174,10 @@ class RunReport(TrainerCallback):
             return
         record = {"step": state.global_step, **{k: v for k, v in logs.items() if k != "total_flos"}}
         self.write(record)
-        shown = {short: f"{record[name]:.3g}" for name, short in SHOWN.items() if isinstance(record.get(name), float)}
-        self.bar.set_postfix(shown, refresh=False)
+        for pattern, short in SHOWN.items():
+            for name in shown(record, pattern):
+                self.latest[short] = f"{record[name]:.3g}"
+        self.bar.set_postfix(self.latest, refresh=False)
         self.unprinted.append(record)
         every = max(1, state.max_steps // self.lines)
         if state.global_step == 1 or state.global_step % every == 0 or "eval/accuracy" in record:

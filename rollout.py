@@ -2,7 +2,7 @@
 
 Every engine keeps its own copy of the weights and offers the same things: `generate(prompt_ids, ...) -> Rollout`,
 `push_weights(model, version) -> fingerprint`, `copy_weights(model)` (what may be pushed later, from another thread, in place
-of the model), `fingerprint`, `version`, `state_dict()` / `load_state_dict()`, `close()`.
+of the model), `fingerprint`, `version`, `describe()`, `state_dict()` / `load_state_dict()`, `close()`.
 A recipe pushes before each generation step and asserts that the fingerprint changed; a rollout whose weights never
 arrived trains for weeks without an error message.
 
@@ -64,7 +64,8 @@ class Rollout:
     support[i]         (ids (nnz,), offsets (T_i + 1,)), int32 on the CPU: row t holds the token ids that top-k, top-p and
                        min-p left over where token t was drawn (`support`'s format). None if not recorded, or if nothing
                        was truncated. Not compared by ==
-    kept_mass[i]       probability mass of that set before renormalising, T_i float32 values; None where support is
+    kept_mass[i]       probability mass of that set before renormalising, T_i float32 values; None where support is, and from
+                       a server, which does not tell
     """
 
     prompt_ids: list[list[int]]
@@ -270,6 +271,11 @@ def fingerprint_of(sources: Iterable[_Source]) -> str:
                 described.append((source.name, tuple(whole.shape), str(whole.dtype)))
                 sums.append(_checksums(whole).cpu())
     return _digest(described, sums)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """What pushing this training model would return. A collective call where its weights are sharded."""
+    return fingerprint_of(_settled_sources(_base_model(model)))
 
 
 def _digest(described: list[tuple], sums: list[torch.Tensor]) -> str:

@@ -1,6 +1,6 @@
 """How concentrated the gradient is, matrix by matrix, over a run: a callback for any recipe, spectral.jsonl and spectral.png.
 
-Every n-th optimizer step, on the gradient accumulated over the whole step and before any clipping: share of the energy in the top 32
+Every n-th optimizer step, on the gradient accumulated over the whole step and before any clipping: share of the energy in the top
 singular directions, ranks that hold 50, 70 and 90 % of it, entropy rank (`ares.spectral_stats`), for every matrix of the
 decoder layers; an expert stack counts as the mean over its experts.
 
@@ -46,10 +46,18 @@ def watched(model):
     }
 
 
+def directions(model):
+    """32, as in the article, or a 32nd of the smallest side in a layer: 32 of 64 hold nearly all energy, whatever a run does."""
+    smallest = min((min(p.shape[-2:]) for p in watched(model).values()), default=1024)
+    return min(32, max(1, smallest // 32))
+
+
 @torch.no_grad()
 def gradient_spectra(model, top=32):
     """{name: statistics} of every watched gradient that is not zero; None in the place of one that is not finite.
 
+    The statistics of `spectral_stats`, whose rank@0.5 is called rank_0.5 here, in spectral.jsonl and among the metrics: not every tracker
+    takes an @ in a name.
     Sharded gradients are gathered one at a time: all ranks call it, and all get the result. ValueError without any gradient.
     """
     out = {}
@@ -68,28 +76,34 @@ def gradient_spectra(model, top=32):
             spectral_stats(matrix, top, LEVELS) for matrix in matrices if matrix.any()
         ]  # an expert that no token chose
         if parts:
-            out[name] = {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
+            out[name] = {key.replace("@", "_"): sum(part[key] for part in parts) / len(parts) for key in parts[0]}
     return out
 
 
 def summary(spectra):
-    """Unweighted mean over matrices: {"spectral/top_share": ..., "spectral/rank_0.5": ..., "spectral/entropy_rank": ...}."""
+    """Unweighted mean over matrices: {"spectral/top_share": ..., "spectral/rank_0.5": ..., "spectral/entropy_rank": ...}.
+
+    Without a statistic that one of them lacks: `spectral_stats` cannot give every one of a matrix too large for it to be exact.
+    """
     finite = [stats for stats in spectra.values() if stats is not None]
     if not finite:
         return {}
-    names = {"top_share": "top_share", "entropy_rank": "entropy_rank"} | {f"rank@{q:g}": f"rank_{q:g}" for q in LEVELS}
-    return {f"spectral/{new}": sum(stats[old] for stats in finite) / len(finite) for old, new in names.items()}
+    names = ("top_share", "entropy_rank", *(f"rank_{q:g}" for q in LEVELS))
+    means = {f"spectral/{name}": sum(stats[name] for stats in finite) / len(finite) for name in names}
+    return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
 class SpectralMonitor(TrainerCallback):
     """`SpectralMonitor(trainer, every)` attaches itself. Writes trainer.args.output_dir/spectral.jsonl, one line a look, and spectral.png.
+
+    top: directions of the top share; None = `directions(model)`.
 
     It wraps `accelerator.clip_grad_norm_`, the one moment between backward and clipping, outside of whatever wrapped it before, so
     that LayerClip and GradLoc come after it. Gradients are read only. ValueError under DeepSpeed, which keeps gradients to itself, and fp16
     loss scaling, whose scale is still in them.
     """
 
-    def __init__(self, trainer, every, top=32):
+    def __init__(self, trainer, every, top=None):
         if every < 1:
             raise ValueError(f"--spectral_every {every}: use a number of steps, 1 or more")
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
@@ -97,7 +111,8 @@ class SpectralMonitor(TrainerCallback):
                 "--spectral_every reads .grad, which DeepSpeed keeps to itself and fp16 loss scaling multiplies: use DDP or FSDP2 with "
                 "--bf16, or leave the flag out"
             )
-        self.trainer, self.every, self.top = trainer, every, top
+        self.trainer, self.every = trainer, every
+        self.top = directions(trainer.model) if top is None else top
         self.path = Path(trainer.args.output_dir) / "spectral.jsonl"
         self.figure = self.path.with_suffix(".png")
         self.looked = False
@@ -126,6 +141,7 @@ class SpectralMonitor(TrainerCallback):
                 )
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.looked = False  # a rollback leaves its step between the look and the update
         if state.is_world_process_zero and self.path.exists():  # resumed: later steps are about to be done again
             kept = [record for record in read_spectra(self.path) if record["step"] <= state.global_step]
             self.path.write_text("".join(to_json(record) + "\n" for record in kept))
@@ -169,7 +185,7 @@ def plot_spectra(runs, path):
     for color, (arm, seeds) in enumerate(runs.items()):
         _line_over_seeds(axes[0], seeds, "top_share", f"C{color}", "-", arm)
         for level, style in zip(sorted(LEVELS, reverse=True), ("-", "--", ":"), strict=True):
-            _line_over_seeds(axes[1], seeds, f"rank@{level:g}", f"C{color}", style, arm if style == "-" else None)
+            _line_over_seeds(axes[1], seeds, f"rank_{level:g}", f"C{color}", style, arm if style == "-" else None)
         if len(runs) > 1:
             _line_over_seeds(axes[2], seeds, "entropy_rank", f"C{color}", "-", arm)
     if len(runs) == 1:

@@ -13,6 +13,7 @@ Source: the deployment guide for DeepSeek-V3.2's stabilisers (four core metrics,
 It names no threshold; ours were set on nine healthy runs of 150 steps (results/grpo_tokenclip/metrics.jsonl) and stand at RULES.
 """
 
+import difflib
 import errno
 import json
 import math
@@ -33,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -41,8 +42,9 @@ from transformers.trainer import rotate_checkpoints
 
 from gradloc_methods import replayed_rng, rng_state
 from rlvr_report import to_json
+from rollout import model_fingerprint
 from stability_control import ControlFile, Stages, change, parse_stages
-from stability_report import cause_of, write_acceptance
+from stability_report import cause_of, glossary, write_acceptance
 
 MODES = ("off", "warn", "halt", "rollback")
 LEVELS = ("ok", "info", "warn", "critical")
@@ -73,19 +75,29 @@ class Rule:
     patience: int
 
 
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+
+
 def parse_rule(text):
     """Rule text "metric>bound:level[:steps]"; a bound that ends in x is a multiple of the run's recent median. Raises ValueError.
 
     "grad_norm>15x:critical", "kl>0.5:warn:3", "entropy<0.1x:warn"
     """
-    found = re.fullmatch(r"([\w/*]+)([<>])([-+\d.e]+)(x?):(info|warn|critical)(?::(\d+))?", text)
+    found = re.fullmatch(rf"([^<>:]+)([<>])({NUMBER})(x?):(info|warn|critical)(?::([1-9]\d*))?", text)
     if not found:
         raise ValueError(
-            f"guard bound {text!r} is not metric>bound:level[:steps], for example grad_norm>15x:critical or kl>0.5:warn:3"
+            f"--guard_bounds {text!r} is not metric>bound:level[:steps], for example grad_norm>15x:critical or kl>0.5:warn:3"
         )
     metric, side, bound, times, level, patience = found.groups()
+    if metric in UNWATCHED:
+        raise ValueError(
+            f"--guard_bounds {text!r}: the guard does not watch {metric}; it watches every other metric of the README's glossary"
+        )
     return Rule(text, metric, side == ">", float(bound), bool(times), level, int(patience or 1))
 
+
+# written down after the guard has looked at the step
+UNWATCHED = ("loss", "learning_rate", "epoch", "step", "eval/accuracy", "guard/level")
 
 # In the nine healthy runs: largest grad_norm 3.6 times the recent median, mismatch/k3 6.1 times and 0.004, entropy never below
 # 0.28 times, sequences masked up to 0.80, five-step reward never below 0.71 of its peak.
@@ -114,6 +126,30 @@ def make_rules(changes=()):
         same = (new.metric, new.above, new.times, new.level)
         rules = [rule for rule in rules if (rule.metric, rule.above, rule.times, rule.level) != same] + [new]
     return rules
+
+
+def unseen(rule, seen, known):
+    """What to say of a bound that has nothing to compare, after a step that sampled. -> None, or (sentence, whether it is a mistake).
+
+    seen: names of the metrics so far; known: names and patterns of metrics that a later step or another flag may bring. A name that is
+    neither, and close to one that is, is misspelt; else it may be a metric that a recipe logs from a later step on.
+    """
+    if any(fnmatch(name, rule.metric) for name in seen):
+        return None
+    # of quantiles and layers all come at once: the pattern says nothing more once one of them is there
+    later = [pattern for pattern in known if "*" not in pattern or not any(fnmatch(name, pattern) for name in seen)]
+    if any(fnmatch(name, rule.metric) or fnmatch(rule.metric, name) for name in later):
+        return f"--guard_bounds {rule.text}: no {rule.metric} so far; it is compared once a step has it", False
+    names = {*seen, *known}
+    names |= {f"*/{name.split('/')[-1]}" for name in names if "/" in name}
+    near = difflib.get_close_matches(rule.metric, sorted(names), n=1, cutoff=0.8)
+    if near:
+        return f"--guard_bounds {rule.text}: no metric is named {rule.metric}; did you mean {near[0]}?", True
+    return (
+        f"--guard_bounds {rule.text}: no metric is named {rule.metric} so far; it is compared once a step has it "
+        "(metrics.jsonl and the README's glossary have the names)",
+        False,
+    )
 
 
 class Watch:
@@ -362,8 +398,10 @@ def check_disk(folder, size, copies, budget_gb=None):
 # --- alignment of the two sides ---------------------------------------------------------------------------------------
 
 # Mean |log pi - log mu| at equal weights that still is precision and no mistake: ten times what rollout.py reports for a 135M model
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "int8": 0.5, "fp8": 1.7, "int4": 3.0}
+# (float16 as bfloat16, which is coarser); a server's other kinds of quantisation get the widest
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.3, "int8": 0.5, "fp8": 1.7, "int4": 3.0}
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft")
+ONE_SIDED = {"tokenizer_size", "chat_template"}  # engines get token ids: only training has a tokenizer
 
 
 def differences(training, rollout):
@@ -373,6 +411,11 @@ def differences(training, rollout):
         for name in training
         if name in rollout and training[name] != rollout[name]
     ]
+
+
+def not_compared(training, rollout):
+    """Settings that the rollout side does not tell, so that nobody can say whether they differ."""
+    return [name for name in training if name not in rollout and name not in ONE_SIDED]
 
 
 def training_side(trainer):
@@ -389,6 +432,7 @@ def training_side(trainer):
         "top_k": int(trainer.top_k),
         "min_p": float(trainer.min_p or 0.0),
         "version": trainer.state.global_step,
+        "fingerprint": model_fingerprint(trainer.model_wrapped),
         "tokenizer_size": len(tokenizer),
         "chat_template": f"{zlib.crc32(template.encode()):08x}",
     }
@@ -397,10 +441,11 @@ def training_side(trainer):
 def check_alignment(trainer):
     """Both sides described and compared, and one smoke step: sample a prompt, score it in training, run a backward.
 
-    -> the record written to alignment.json. Raises ValueError with the difference: a token that the model has no embedding for,
-    settings that differ, log-probs that disagree by more than the rollout precision explains, a gradient that is not finite.
+    -> the record written to alignment.json; its "not_compared" names what the rollout side does not tell. Raises ValueError with
+    the difference: a token that the model has no embedding for, settings or weights that differ, log-probs that disagree by more
+    than the rollout precision explains, a gradient that is not finite.
     """
-    engine, args = trainer.engine, trainer.args
+    engine = trainer.engine
     record = {"libraries": {name: version(name) for name in LIBRARIES}, "training": training_side(trainer)}
     side = record["training"]
     if side["tokenizer_size"] > side["embeddings"]:
@@ -409,8 +454,10 @@ def check_alignment(trainer):
             "tokenizer, or resize the model"
         )
     if engine is None:
-        return record | {"rollout": None}
+        return record | {"rollout": None, "not_compared": not_compared(side, {})}
     trainer.sync_engine()
+    if engine.fingerprint != side["fingerprint"]:  # changed since the engine was filled, as by a float32 master copy
+        engine.push_weights(trainer.model_wrapped, trainer.state.global_step)
     prompt = trainer._tokenize_prompts([trainer.train_dataset[0]["prompt"]])[0][0]
     heat = {"temperature": trainer.temperature}
     sampled = engine.generate(
@@ -418,6 +465,7 @@ def check_alignment(trainer):
         top_k=trainer.top_k, top_p=trainer.top_p, min_p=trainer.min_p or 0.0,
     )  # fmt: skip
     record["rollout"] = engine.describe()
+    record["not_compared"] = not_compared(side, record["rollout"])
     found = differences(side, record["rollout"])
     if found:
         raise ValueError("training and rollout do not match: " + "; ".join(found))
@@ -434,14 +482,16 @@ def check_alignment(trainer):
     finite = bool(grads) and all(bool(torch.isfinite(g).all()) for g in grads)
     model.zero_grad(set_to_none=True)
     mu = torch.tensor(sampled.rollout_logps, device=logps.device)
-    gap, limit = (logps.detach().float() - mu).abs().mean().item(), TOLERANCE[args.rollout_dtype]
+    precision = record["rollout"]["rollout_dtype"]
+    gap, limit = (logps.detach().float() - mu).abs().mean().item(), TOLERANCE.get(precision, max(TOLERANCE.values()))
     record["smoke"] = {"tokens": length, "mean_gap": gap, "allowed": limit, "finite_gradient": finite}
     if not finite:
         raise ValueError("the smoke step's gradient is not finite: the model's weights or its head are broken")
-    exact = trainer.args.keep_sampling_mask or sampled.support is None
+    truncated = side["top_p"] < 1 or side["top_k"] > 0 or side["min_p"] > 0
+    exact = sampled.support is not None or not truncated
     if exact and not gap <= limit:
         raise ValueError(
-            f"training and rollout log-probs of the same {length} tokens differ by {gap:.3g} nats on average, {args.rollout_dtype} "
+            f"training and rollout log-probs of the same {length} tokens differ by {gap:.3g} nats on average, {precision} "
             f"explains {limit:g}: the engine holds other weights or samples with other settings"
         )
     return record
@@ -483,6 +533,7 @@ class StabilityGuard(TrainerCallback):
         self.folder = Path(trainer.args.output_dir)
         self.main = trainer.accelerator.is_main_process
         self.watch = Watch(make_rules(bounds))
+        self.unmatched, self.names = [parse_rule(text) for text in bounds], set()  # until a step that sampled has come
         self.alerts = Alerts(self.folder, hook, self.main)
         self.stages = None if stages is None else Stages(parse_stages(stages))
         self.control = None
@@ -491,7 +542,7 @@ class StabilityGuard(TrainerCallback):
         self.last_event = {}  # (rule, metric) -> step of its last event: a lasting fault is told every 20 steps
         self.first_bad = None  # first step of the alarms that lead to a critical event
         self.grad_norm, self.offender, self._before, self._seen = None, None, None, {}
-        self._moved = False  # did the step before change the weights
+        self.still = deque(maxlen=1024)  # newest steps that did not change the weights
         self._norm = trainer._get_grad_norm
         trainer._get_grad_norm = self._watched_norm
         trainer.guard = self
@@ -504,6 +555,7 @@ class StabilityGuard(TrainerCallback):
             "watch": self.watch.state_dict(),
             "stages": None if self.stages is None else self.stages.state_dict(),
             "last_event": [[rule, metric, step] for (rule, metric), step in self.last_event.items()],
+            "still": list(self.still),
         }
 
     def load_state_dict(self, state):
@@ -511,6 +563,7 @@ class StabilityGuard(TrainerCallback):
         if self.stages is not None and state["stages"] is not None:
             self.stages.load_state_dict(state["stages"])
         self.last_event = {(rule, metric): step for rule, metric, step in state["last_event"]}
+        self.still = deque(state["still"], self.still.maxlen)
 
     def _save_ledger(self):
         if self.main:
@@ -526,8 +579,13 @@ class StabilityGuard(TrainerCallback):
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
             self.ledger = json.loads((self.folder / LEDGER).read_text())
-        self._seen, self.first_bad, self.grad_norm = {}, None, None
+        self.first_bad = self.grad_norm = None
+        # a checkpoint brings metrics along that were judged before it
+        self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
+        rolled_back = self.control is not None
         self.control = ControlFile(self.folder / "control.yaml", trainer.controls(), self._control_event)
+        if rolled_back:  # the file is older than what --guard_on_rollback asks for
+            self._read_control()
         for name, value in self.ledger["changes"].items():  # made after rollbacks; the checkpoint is older
             change(self.control.controls, name, value, self._control_event, "rollback")
         if state.global_step == 0 and not self.ledger["rollbacks"]:
@@ -547,10 +605,16 @@ class StabilityGuard(TrainerCallback):
             write_atomically(self.folder / "alignment.json", json.dumps(record, indent=1))
         smoke = record.get("smoke")
         detail = "" if smoke is None else f"; smoke step: log-probs differ by {smoke['mean_gap']:.2g} nats on average"
-        self._tell("info", f"alignment: training and rollout agree{detail}", kind="alignment")
+        if record["not_compared"]:
+            detail += f"; not comparable, as the rollout side does not tell: {', '.join(record['not_compared'])}"
+        agree = "agree" if record["rollout"] else "are not compared"
+        self._tell("info", f"alignment: training and rollout {agree}{detail}", kind="alignment")
         if self.mode == "rollback":  # the start is a state to go back to
+            empty = not trainer.optimizer.state
             trainer._save_checkpoint(trainer.model, None)
             self.on_save(args, trainer.state, control)
+            if empty:  # FSDP2's writer makes a step of learning rate 0 to have something to write
+                trainer.optimizer.state.clear()
             self.ledger["good"], self.ledger["waiting"] = [0], []
             self._save_ledger()
 
@@ -563,6 +627,9 @@ class StabilityGuard(TrainerCallback):
         }  # fmt: skip
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self._read_control()
+
+    def _read_control(self):
         values = self.control.read() if self.main else None
         if self.trainer.accelerator.num_processes > 1:
             box = [values]
@@ -627,13 +694,15 @@ class StabilityGuard(TrainerCallback):
                 "info", f"step {step} was made without an update: its batch led to an alarm before", kind="skip"
             )
             self._seen = {name: (past, len(past)) for name, past in self.trainer._metrics["train"].items()}
-            self._moved = False
+            self.still.append(step)
             if not math.isfinite(float(self.trainer._tr_loss)):  # no update was made from it
                 self.trainer._tr_loss.zero_()
             self.trainer._broken.clear()
             self._advance(step, healthy=True)
             return
         values, broken = self._collect()
+        if self.unmatched:
+            self._check_names({*self.trainer._metrics["train"], *values, *broken})
         events = self.watch.judge(values, broken)
         events = self._same_on_all(events)
         self._act(step, events)
@@ -657,9 +726,12 @@ class StabilityGuard(TrainerCallback):
         if not math.isfinite(float(self.trainer._tr_loss)):
             broken.add("loss")
         derived = {}
-        if values.get("rollout/weights_changed") is not None and self._moved:
-            derived["guard/stale"] = 1.0 - values["rollout/weights_changed"]
-        self._moved = values.get("guard/update_norm", 0.0) > 0
+        if "rollout/weights_changed" in values:
+            older, newer = sorted(self.trainer.compared_versions)
+            if not set(range(older + 1, newer + 1)) <= set(self.still):
+                derived["guard/stale"] = 1.0 - values["rollout/weights_changed"]
+        if not values.get("guard/update_norm", 0.0) > 0:
+            self.still.append(self.trainer.state.global_step)
         if "frac_reward_zero_std" in values:
             share = 1.0 - values["frac_reward_zero_std"]
             for name in ("seq_clip/masked_frac", "off_policy_mask/masked_frac"):
@@ -668,6 +740,20 @@ class StabilityGuard(TrainerCallback):
         for name, value in derived.items():
             self._record(name, value)
         return values | derived, broken
+
+    def _check_names(self, names):
+        """A user's bound on a metric that does not exist would never fire: stop after the first sampling, when the names are known."""
+        if self.trainer.accelerator.num_processes > 1:
+            names = {name for found in gather_object([sorted(names)]) for name in found}
+        self.names |= names
+        if "reward" not in self.names:  # resumed between two samplings
+            return
+        ours = {rule.metric for rule in make_rules() if "*" not in rule.metric}  # guard/reward_share is in no log
+        known, rules, self.unmatched = (glossary() | ours) - set(UNWATCHED), self.unmatched, []
+        for sentence, mistake in filter(None, (unseen(rule, self.names, known) for rule in rules)):
+            if mistake:
+                raise GuardHalt(sentence)
+            self._tell("info", sentence, kind="bounds")
 
     def _count(self, name, past):
         """How many values of this list were seen before: after each log a new list begins."""
@@ -681,11 +767,13 @@ class StabilityGuard(TrainerCallback):
         self._seen[name] = past, len(past)
 
     def _same_on_all(self, events):
+        """Every process's events, each once: what one of them alone sees (old weights in its engine) is everybody's."""
         if self.trainer.accelerator.num_processes == 1:
             return events
-        box = [events]
-        broadcast_object_list(box)
-        return box[0]
+        merged = {}
+        for event in (event for found in gather_object([events]) for event in found):
+            merged.setdefault((event["rule"], event["metric"]), event)
+        return list(merged.values())
 
     def _act(self, step, events, before_update=False):
         level = max((LEVELS.index(event["level"]) for event in events), default=0)
@@ -709,8 +797,10 @@ class StabilityGuard(TrainerCallback):
         if step - self.last_event.get(key, -100) < 20 and event["level"] != "critical":
             return
         self.last_event[key] = step
-        cause, action = cause_of(event["metric"], event["rule"])
-        text = f"step {step}: {event['metric']} {describe(event)}; likely {cause}; {action}"
+        on = {self.mode} | ({"gradloc"} if self.trainer.args.gradloc != "off" else set())
+        cause, action = cause_of(event["metric"], event["rule"], on)
+        likely = "cause unknown" if cause is None else f"likely {cause}"
+        text = f"step {step}: {event['metric']} {describe(event)}; {likely}; {action}"
         self.alerts.tell(
             event["level"], text, step=step, kind="alarm", metric=event["metric"], rule=event["rule"],
             value=event["value"], bound=event["bound"], cause=cause, action=action,
@@ -772,6 +862,12 @@ class StabilityGuard(TrainerCallback):
             "warn", f"{checkpoint} could not be written ({error}): training goes on; free disk space", kind="disk"
         )
 
+    def crashed(self, error):
+        """The run ends with an error of the program or of the rollout engine, which is no anomaly of the training."""
+        text = f"the run ended after step {self.trainer.state.global_step} with {type(error).__name__}: {error}"
+        self._tell("critical", f"{text}; no alarm, nothing is rolled back", kind="crash")
+        self.alerts.wait()
+
     def restore_point(self):
         """After a RollBack: the newest good checkpoint that is whole. Settles what is skipped; raises GuardHalt at the end of the road."""
         first, last, reason = self.offender
@@ -822,7 +918,10 @@ class StabilityGuard(TrainerCallback):
             f"; go on with --resume_from_checkpoint {self.folder / whole}" if whole else "; no checkpoint was saved"
         )
         spikes = sorted((self.folder / "gradloc").glob("*.html"), key=lambda p: p.stat().st_mtime)
-        text += f"; GradLoc's report: {spikes[-1]}" if spikes else "; --gradloc directional would name the token"
+        if spikes:
+            text += f"; GradLoc's report: {spikes[-1]}"
+        elif self.trainer.args.gradloc == "off":
+            text += "; --gradloc directional would name the token"
         self._tell("critical", text, kind="halt")
         self.alerts.wait()
         return text
@@ -863,7 +962,10 @@ def save_failed(guard, error):
         return False
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
-    return any(word in str(error) for word in ("No space left", "failed writing", "unexpected pos", "write error"))
+    return any(
+        word in str(error)
+        for word in ("No space left", "File too large", "quota", "failed writing", "unexpected pos", "write error")
+    )
 
 
 def train(trainer, checkpoint=None):
@@ -874,6 +976,16 @@ def train(trainer, checkpoint=None):
             raise ValueError(f"{checkpoint} is damaged: {wrong[0]}; resume from an older one")
     if trainer.guard is None:
         return trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        return _through_rollbacks(trainer, checkpoint)
+    except GuardHalt:
+        raise
+    except Exception as error:  # an engine that died, or a mistake in the code: nothing that a rollback mends
+        trainer.guard.crashed(error)
+        raise
+
+
+def _through_rollbacks(trainer, checkpoint):
     while True:
         try:
             return trainer.train(resume_from_checkpoint=checkpoint)

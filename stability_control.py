@@ -142,12 +142,12 @@ def parse_stages(text):
     for part in text.split(","):
         name, _, steps = part.strip().partition(":")
         if name not in SHARES or (steps and not (steps.isdecimal() and int(steps) > 0)):
-            raise ValueError(f"--stages {text}: {part!r} is not name:steps with a name of {', '.join(SHARES)}")
+            raise ValueError(f"--guard_stages {text}: {part!r} is not name:steps with a name of {', '.join(SHARES)}")
         stages.append((name, int(steps) if steps else None))
     shares = [SHARES[name] for name, _ in stages]
     open_ended = [i for i, (_, steps) in enumerate(stages) if steps is None]
     if shares != sorted(set(shares)) or open_ended != [len(stages) - 1]:
-        raise ValueError(f"--stages {text}: stages must widen, and only the last one has no number of steps")
+        raise ValueError(f"--guard_stages {text}: stages must widen, and only the last one has no number of steps")
     return stages
 
 

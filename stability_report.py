@@ -1,13 +1,16 @@
 """The deployment guide as code: its troubleshooting table, and its checklist filled in from what a run wrote.
 
 `write_acceptance(run)` reads metrics.jsonl, events.jsonl, alignment.json and guard.json and writes acceptance.md and acceptance.html: every
-line of the guide's checklist with measured value, bound, verdict and source. Verdicts: pass, fail, off (the mechanism is switched
-off, or the model has no such thing), operator (about the clusters around a run; nothing in a run can measure it).
+line of the guide's checklist with measured value, bound, verdict and source. Verdicts: pass and fail (measured in this run), too short
+(about the course of a run that had fewer than `TREND_STEPS` steps; such a line can fail but not pass), by construction (the code is made
+so, whatever the run did), off (the mechanism is switched off, or the model has no such thing), operator (about the clusters around a
+run; nothing in a run can measure it).
 """
 
 import html
 import json
 import math
+import re
 import statistics
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -19,7 +22,7 @@ from rlvr_report import read_metrics
 
 # metric of the symptom -> likely cause, what to do. The first five causes and actions are the guide's table; first match wins.
 TROUBLES = (
-    ("grad_norm", "a ratio clip that is too wide or not active", "check ratio/... and omega/...; --gradloc directional names the token"),
+    ("grad_norm", "a ratio clip that is too wide or not active", "check ratio/... and omega/...; {gradloc} names the token"),
     ("*/masked_frac", "sampling and updates out of step", "fewer updates a sampling, or review the threshold"),
     ("routing/*", "routes not persisted, or versions that differ", "--routing_replay r3; compare alignment.json"),
     ("guard/effective_batch", "too small a minimum keep ratio, or groups of equal rewards", "raise min_keep_ratio; other problems"),
@@ -37,17 +40,24 @@ TROUBLES = (
 )  # fmt: skip
 
 
-def cause_of(metric, rule=""):
-    """-> (likely cause, what to do) of a symptom."""
+def cause_of(metric, rule="", on=()):
+    """-> (likely cause or None, what to do) of a symptom. on: which of "gradloc" and "rollback" the run has already."""
+    tool = "GradLoc's report" if "gradloc" in on else "--gradloc directional"
     if rule == "not finite":
-        return (
-            "a NaN or Inf in weights, logits or loss",
-            "--gradloc directional names the tensor; --guard rollback passes the batch",
-        )
+        action = f"{tool} names the tensor" + ("" if "rollback" in on else "; --guard rollback passes the batch")
+        return "a NaN or Inf in weights, logits or loss", action
     for pattern, cause, action in TROUBLES:
         if fnmatch(metric, pattern):
-            return cause, action
-    return "no known cause", "--gradloc directional"
+            return cause, action.format(gradloc=tool)
+    return None, f"to find it: {tool}" + (" of a step at which the gradient norm jumps" if "gradloc" in on else "")
+
+
+def glossary():
+    """Names of the README's table of metrics; `x/...` as the pattern `x/*`. Empty without a README beside this file."""
+    readme = Path(__file__).with_name("README.md")
+    table = readme.read_text().split("## Metrics")[-1].split("\n## ")[0] if readme.exists() else ""
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name.replace("...", "*") for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 # --- what a run left behind -------------------------------------------------------------------------------------------
@@ -71,6 +81,7 @@ class Run:
         if not (self.folder / "metrics.jsonl").exists():
             raise FileNotFoundError(f"{self.folder} holds no metrics.jsonl: give the --output_dir of a run")
         self.records = [r for r in read_metrics(self.folder / "metrics.jsonl") if "grad_norm" in r]
+        self.steps = self.records[-1]["step"] if self.records else 0
         self.events = self._lines("events.jsonl")
         self.alignment, self.ledger = self._json("alignment.json"), self._json("guard.json")
         self.settings = self.alignment.get("settings", {})
@@ -112,6 +123,17 @@ def _range(values, digits=3):
     return f"{min(values):.{digits}g} to {max(values):.{digits}g}, last {values[-1]:.{digits}g}"
 
 
+TREND_STEPS = 50  # guide: not stated; we: three times the history that the guard's relative bounds need, 16 steps
+VERDICTS = {  # -> its name in the count, colour of its rows
+    "pass": ("measured and passed", "#dff5e1"),
+    "fail": ("fail", "#ffd9d6"),
+    "too short": ("too short", "#fff3cd"),
+    "by construction": ("by construction", "#f1f7e8"),
+    "off": ("off", "#eee"),
+    "operator": ("operator", "#e8eefc"),
+}
+
+
 # --- the checklist ----------------------------------------------------------------------------------------------------
 
 
@@ -120,8 +142,10 @@ def checklist(folder):
     run, lines = Run(folder), []
     stability = run.settings.get("rl_stability", {})
 
-    def add(section, text, measured, bound, verdict, source):
+    def add(section, text, measured, bound, verdict, source, trend=False):
         verdict = {True: "pass", False: "fail"}.get(verdict, verdict)
+        if trend and verdict == "pass" and run.steps < TREND_STEPS:
+            verdict, bound = "too short", f"{bound}; {TREND_STEPS} steps or more"
         lines.append(Line(section, text, str(measured), bound, verdict, source))
 
     def quiet(*patterns):
@@ -132,9 +156,10 @@ def checklist(folder):
         """A metric in range: logged, and no critical alarm about it outside of steps that were rolled back."""
         values = run.values(name)
         verdict = "off" if not values and not needed else bool(values) and quiet(*(patterns or (name,)))[0]
-        add(section, text, f"{name} {_range(values)}", "no critical alarm", verdict, "metrics.jsonl, events.jsonl")
+        source = "metrics.jsonl, events.jsonl"
+        add(section, text, f"{name} {_range(values)}", "no critical alarm", verdict, source, trend=True)
 
-    steps, broken = len(run.records), run.broken()
+    steps, broken = run.steps, run.broken()
     undone = {step for back in run.ledger.get("rollbacks", []) for step in range(back["skip"][0], back["at"] + 1)}
     broken = [b for b in broken if b[0] not in undone]
     halted, rolled = run.named("halt"), run.ledger.get("rollbacks", [])
@@ -149,7 +174,10 @@ def checklist(folder):
     checkpoints = reached["good"] + reached["waiting"]
     times = run.values("step_time")
     quarter = max(1, len(times) // 4)
-    slower = statistics.median(times[-quarter:]) / statistics.median(times[:quarter]) if len(times) >= 8 else 1.0
+    slower, step_time = "too short", f"{len(times)} step times"
+    if len(times) >= 8:
+        factor = statistics.median(times[-quarter:]) / statistics.median(times[:quarter])
+        slower, step_time = factor < 2, f"step time, last over first quarter: {factor:.2f}x"
 
     part = "Acceptance goals"
     add(
@@ -159,6 +187,7 @@ def checklist(folder):
         "0 non-finite, 0 halts",
         steps > 0 and not broken and not halted and quiet("grad_norm")[0],
         "metrics.jsonl, events.jsonl",
+        trend=True,
     )
     effective = run.values("guard/effective_batch")
     add(
@@ -168,6 +197,7 @@ def checklist(folder):
         "some filter; mean effective batch > 0.02",
         "off" if not masked else not effective or statistics.fmean(effective) > 0.02,
         "metrics.jsonl",
+        trend=True,
     )
     mean = run.values("mismatch/mean")
     add(
@@ -177,14 +207,16 @@ def checklist(folder):
         "mean mismatch within 0.05 of 1",
         bool(mean) and abs(statistics.fmean(mean) - 1) < 0.05,
         "metrics.jsonl",
+        trend=True,
     )
     add(
         part,
         "Scalability: compute grows without stability regressions",
-        f"step time, last over first quarter: {slower:.2f}x",
+        step_time,
         "below 2x",
-        slower < 2,
+        slower,
         "metrics.jsonl",
+        trend=True,
     )
     add(
         part,
@@ -273,14 +305,15 @@ def checklist(folder):
         "Custom losses and sample filters",
         "recipes override _compute_loss",
         "-",
-        True,
+        "by construction",
         "recipes/dsv32_stable.py",
     )
-    fits = bool(run.named("alignment"))
+    fits = bool(run.named("alignment")) and run.alignment.get("rollout") is not None
+    untold = ", ".join(run.alignment.get("not_compared", []))
     add(
         part,
         "Model and tokenizer version equal on both sides",
-        "alignment check " + ("passed" if fits else "not run"),
+        "alignment check " + ("passed" if fits else "not run") + (f"; not comparable: {untold}" if untold else ""),
         "no difference",
         fits,
         "alignment.json",
@@ -323,7 +356,7 @@ def checklist(folder):
         "Thresholds versioned, changes audited; access control and encryption",
         f"{len(changes)} changes with old, new, step",
         "audit trail; access: operator",
-        True,
+        "by construction",
         "events.jsonl",
     )
 
@@ -386,7 +419,7 @@ def checklist(folder):
         "Sequence granularity",
         "one keep a sequence",
         "-",
-        True if mask_on else "off",
+        "by construction" if mask_on else "off",
         "rlvr_common.py off_policy_sequence_mask",
     )
     floor = stability.get("sequence_masking", {}).get("min_keep_ratio", 0.0)
@@ -397,6 +430,7 @@ def checklist(folder):
         f"at least {floor}",
         1 - max(filtered, default=0.0) >= floor if mask_on else "off",
         "metrics.jsonl",
+        trend=True,
     )
     metric(part, "Mask-ratio curve in range", "off_policy_mask/masked_frac", needed=mask_on)
 
@@ -424,7 +458,7 @@ def checklist(folder):
         "Indices and masks travel with their samples",
         "in the batch dictionary",
         "-",
-        True,
+        "by construction",
         "tests/test_support.py, tests/test_minirl.py",
     )
     metric(part, "Routing agreement", "routing/rollout_agreement", needed=bool(switches["keep_routing"]))
@@ -434,7 +468,8 @@ def checklist(folder):
         for name in ("routing/bytes_per_token", "support/bytes_per_token")
         if run.values(name)
     ]
-    add(part, "Extra storage known", ", ".join(stored) or "nothing extra is stored", "logged", True, "metrics.jsonl")
+    storage = ", ".join(stored) or "nothing extra is stored"
+    add(part, "Extra storage known", storage, "logged", "pass" if stored else "by construction", "metrics.jsonl")
 
     part = "Step 5, roll-out"
     stages = run.named("stage")
@@ -458,6 +493,7 @@ def checklist(folder):
         "steps > 0, mean timeouts < 0.1",
         steps > 0 and (not timeouts or statistics.fmean(timeouts) < 0.1),
         "metrics.jsonl",
+        trend=True,
     )
     add(
         part,
@@ -469,7 +505,9 @@ def checklist(folder):
                 not switches["keep_routing"] or bool(rows),
                 not switches["keep_sampling_mask"] or bool(share) and min(share) > 0.999,
             ]
-        ),
+        )
+        if switches["keep_routing"] or switches["keep_sampling_mask"]
+        else "off",
         "metrics.jsonl",
     )
     add(
@@ -479,6 +517,7 @@ def checklist(folder):
         "0",
         not broken and quiet("*")[0],
         "metrics.jsonl, events.jsonl",
+        trend=True,
     )
     metric(part, "Metrics: smooth gradient norm", "grad_norm")
     metric(part, "Metrics: KL in range", "kl", needed=False)
@@ -488,10 +527,11 @@ def checklist(folder):
     add(
         part,
         "Resources: steady use, storage growth as expected",
-        f"step time {slower:.2f}x; {len(checkpoints)} checkpoints kept",
+        f"{step_time}; {len(checkpoints)} checkpoints kept",
         "below 2x",
-        slower < 2,
+        slower,
         "metrics.jsonl, guard.json",
+        trend=True,
     )
 
     part = "Rollback"
@@ -500,7 +540,7 @@ def checklist(folder):
         "Each mechanism behind its own switch",
         json.dumps(switches),
         "independent",
-        True,
+        "by construction",
         "recipes/dsv32_stable.py",
     )
     add(
@@ -521,17 +561,22 @@ def checklist(folder):
         bool(run.settings.get("guard")),
         "alignment.json",
     )
-    add(part, "Rollback rehearsed", "drills", "-", True, "tests/test_stability.py")
+    add(part, "Rollback rehearsed", "drills", "-", "by construction", "tests/test_stability.py")
     add(
         part,
         "Filtering beside the main pipeline",
         "inside the loss, no extra pass",
         "-",
-        True,
+        "by construction",
         "recipes/dsv32_stable.py",
     )
     add(
-        part, "Samples compressed in transfer", "routes uint8, supports int32 CSR", "-", True, "routing.py, support.py"
+        part,
+        "Samples compressed in transfer",
+        "routes uint8, supports int32 CSR",
+        "-",
+        "by construction",
+        "routing.py, support.py",
     )
     add(part, "Rollout cluster resized by stage", "-", "-", "operator", "-")
     add(
@@ -539,7 +584,7 @@ def checklist(folder):
         "Checkpoints cleaned by life cycle",
         f"{len(checkpoints)} left",
         "--save_total_limit, --guard_max_age_h",
-        True,
+        "by construction",
         "stability.py removable",
     )
     add(
@@ -547,7 +592,7 @@ def checklist(folder):
         "Thresholds central, versioned, traceable",
         f"{len(run.settings.get('bounds', []))} in one list",
         "-",
-        True,
+        "by construction",
         "stability.py RULES, --guard_bounds",
     )
     add(part, "Stress test before each expansion", "-", "-", "operator", "benchmarks/")
@@ -558,21 +603,21 @@ def checklist(folder):
 def write_acceptance(folder):
     """Write acceptance.md and acceptance.html into a run's folder -> a printed summary: counts, and each line that failed."""
     folder, lines = Path(folder), checklist(folder)
-    counts = {
-        verdict: sum(line.verdict == verdict for line in lines) for verdict in ("pass", "fail", "off", "operator")
-    }
-    summary = "acceptance: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    counts = [f"{sum(line.verdict == verdict for line in lines)} {name}" for verdict, (name, _) in VERDICTS.items()]
+    summary = f"acceptance after {Run(folder).steps} steps: {', '.join(counts)}"
     head = ("section", "line", "measured", "bound", "verdict", "where from")
     rows = [[line.section, line.text, line.measured, line.bound, line.verdict, line.source] for line in lines]
     table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     table += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    note = "off: switched off, or the model has no such thing. operator: about the clusters around the run."
+    note = (
+        f"too short: about the course of a run, which needs {TREND_STEPS} steps. by construction: so in the code, whatever the run did. "
+        "off: switched off, or the model has no such thing. operator: about the clusters around the run."
+    )
     (folder / "acceptance.md").write_text(
         f"# Acceptance of {folder.name}\n\n{summary}\n\n" + "\n".join(table) + f"\n\n{note}\n"
     )
-    colours = {"pass": "#dff5e1", "fail": "#ffd9d6", "off": "#eee", "operator": "#e8eefc"}
     cells = "".join(
-        f"<tr style='background:{colours[row[4]]}'>"
+        f"<tr style='background:{VERDICTS[row[4]][1]}'>"
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
         + "</tr>"
         for row in rows

@@ -254,7 +254,7 @@ class VLLMEngine:
     pushes          False on every process but one: the others wait until the server has the version
     timeout_s       of one request, the generation included
     restart_s       how long a server that died is waited for
-    attempts        tries of one request that fails in another way
+    attempts        tries of one request that fails in another way; where half of the answers are lost, 12 fail once in 4,096
     tolerance       of the probe, mean |log-prob difference|; None: by the server's precision
     route_decoder   of another server's format, see `wire_formats`
 
@@ -276,7 +276,7 @@ class VLLMEngine:
         pushes: bool = True,
         timeout_s: float = 600.0,
         restart_s: float = 300.0,
-        attempts: int = 5,
+        attempts: int = 12,
         tolerance: float | None = None,
         route_decoder: RouteDecoder | None = None,
     ):
@@ -301,6 +301,7 @@ class VLLMEngine:
         self._pushed: tuple[ScoredWeights, int] | None = None
         self.version, self.fingerprint, self.closed = 0, "", False
         self.restarts = self.retries = 0
+        self._settings: dict[str, float] = {}  # of the last generation, as sent
         self.max_tokens = self.check()
         self.transfer = NCCLTransfer(self.server, next(plain.parameters()).device) if transfer == "nccl" else None
         if transfer == "disk":
@@ -311,7 +312,7 @@ class VLLMEngine:
             canary = self.copy_weights(model)
         first = self.copy_weights(model)
         if pushes:
-            self._push(canary, "canary")
+            self._attempt(lambda: self._push(canary, "canary"), "pushing weights", revive=False)
             self._probe_before = canary.probe
         self.push_weights(first, 0)
 
@@ -341,7 +342,13 @@ class VLLMEngine:
         if self.tolerance is None:
             dtype = str(model.get("dtype")).removeprefix("torch.")
             self.tolerance = QUANTIZED_GAP if model.get("quantization") else PRECISION_GAP.get(dtype, QUANTIZED_GAP)
-        body = {"token_ids": self.probe_ids[:4], "sampling_params": {"max_tokens": 1, "logprobs": 0}}
+        if model.get("return_sampling_mask") and not self.needs_support:
+            raise ValueError(
+                f"the vLLM server at {self.server.url} records sampling masks and so refuses requests without a bounded top_k: start "
+                "it without --return-sampling-mask, or train with --keep_sampling_mask"
+            )
+        # top_k: a server that records sampling masks takes no request without
+        body = {"token_ids": self.probe_ids[:4], "sampling_params": {"max_tokens": 1, "logprobs": 0, "top_k": 1}}
         try:
             choice = self.server.post("/inference/v1/generate", json=body)["choices"][0]
         except ValueError as error:
@@ -454,18 +461,19 @@ class VLLMEngine:
         """The server's log-probs of the probe prompt, (PROBE_TOKENS - 1,)."""
         body = {
             "token_ids": self.probe_ids,
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0},
         }
-        answer = self._attempt(lambda: self.server.post("/inference/v1/generate", json=body), "scoring", revive=False)
-        return prompt_logps(answer, self.probe_ids)
+        return prompt_logps(self.server.post("/inference/v1/generate", json=body), self.probe_ids)
 
     # ---- a server that fails
 
     def _attempt(self, work: Callable[[], Any], what: str, revive: bool = True) -> Any:
         """work(), again after a pause when the server is busy, breaks off or answers wrongly; the last error otherwise."""
-        attempt = 0
+        attempt, gone = 0, False
         while True:
             try:
+                if gone:
+                    self._revive()
                 return work()
             except (ServerGone, ServerBusy, StaleServer, WireError) as error:
                 if self.closed:
@@ -477,8 +485,7 @@ class VLLMEngine:
                     ) from error
                 self.retries += 1
                 time.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5))
-                if revive and not isinstance(error, ServerBusy | WireError):
-                    self._revive()
+                gone = revive and not isinstance(error, Aborted | WireError)
 
     def _revive(self) -> None:
         """Waits for the server and gives it the newest weights, unless it has them."""
@@ -532,9 +539,19 @@ class VLLMEngine:
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones pass the server's {self.max_tokens}: raise its "
                 "--max-model-len, or lower --max_completion_length"
             )
+        if self.needs_support and top_k < 1:
+            raise ValueError(
+                f"top_k is {top_k}: a server that records sampling masks needs a bound on the tokens of a mask, give top_k above 0"
+            )
         if sequence_ids is None:
             sequence_ids = range(self._sampled, self._sampled + len(prompts))
             self._sampled += len(prompts)
+        self._settings = {
+            "temperature": float(temperature),
+            "top_p": float(top_p),
+            "top_k": top_k,
+            "min_p": float(min_p),
+        }
         sampling = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "max_tokens": max_new_tokens,
             "logprobs": 0, "stop_token_ids": self.eos, "detokenize": False,
@@ -587,6 +604,11 @@ class VLLMEngine:
             raise WireError(
                 f"a sequence ended at token {ids[-1]}, which is none of the ends {self.eos}: the server stops at other tokens"
             )
+        ended = next((token for token in ids[:-1] if token in self.eos), None)
+        if ended is not None:  # nothing after it belongs to the answer, and all of it would be trained on
+            raise WireError(
+                f"a sequence goes on after its end, token {ended}: the server does not read stop_token_ids"
+            )
         labels = token_versions(choice, len(ids))
         versions = None
         if labels is not None:
@@ -598,7 +620,7 @@ class VLLMEngine:
         if self.decode_routes is not None and (self.needs_routes or choice.get("routed_experts") is not None):
             routes = self.decode_routes(choice, len(prompt) + len(ids))
         support = None
-        if self.needs_support or choice.get("sampling_mask") is not None:
+        if self.needs_support:
             support = sampling_support(choice, ids, self.vocabulary)
         return {
             "prompt_ids": prompt, "completion_ids": ids, "rollout_logps": logps, "finished": finished,
@@ -612,6 +634,27 @@ class VLLMEngine:
             if any(value is None for value in columns[name]):
                 columns[name] = None
         return Rollout(**columns)
+
+    def describe(self) -> dict[str, Any]:
+        """What this side goes by, under the names of `TransformersEngine.describe`: what the server tells of itself, and what it was
+        sent with the last request (sampling settings, ends of a sequence). Of the model it tells a name and no type, vocabulary
+        or padding; that it computes with the pushed weights is proved at each push, and their fingerprint is given here."""
+        model = self._tell("/server_info?config_format=json")["vllm_config"]["model_config"]
+        label = self._tell("/weight_info")["weight_version"]
+        return {
+            "model": model.get("model"),
+            "max_model_len": self.max_tokens,
+            "vllm": self._tell("/version")["version"],
+            "logprobs_mode": model.get("logprobs_mode"),
+            "eos_token_ids": self.eos,
+            "version": int(label) if label.isdecimal() else label,
+            "fingerprint": self.fingerprint,
+            "rollout_dtype": model.get("quantization") or str(model.get("dtype")).removeprefix("torch."),
+            **self._settings,
+        }
+
+    def _tell(self, path: str) -> Any:
+        return self._attempt(lambda: self.server.get(path), "asking what is served")
 
     # ---- resume, end
 

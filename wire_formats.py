@@ -16,7 +16,6 @@ Layers are those with experts, or all decoder layers: then the rows of dense one
 import base64
 import binascii
 import io
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +119,7 @@ def _checked(
 
 def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that survived top-k, top-p and min-p at each of the T generated tokens: (token_ids (nnz,), offsets
-    (T + 1,)), int32 and int64, rows in order. An empty row means the full vocabulary."""
+    (T + 1,)), both int32, rows in order. An empty row means the full vocabulary."""
     rows = choice.get("sampling_mask")
     if rows is None:
         raise WireError("the answer carries no sampling_mask: start vLLM with --return-sampling-mask")
@@ -131,7 +130,9 @@ def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int
     for place, (row, token) in enumerate(zip(rows, ids, strict=True)):
         if not isinstance(row, list) or (row and token not in row):
             raise WireError(f"sampling_mask row {place} lacks token {token}, which was sampled there")
-    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        if len(set(row)) < len(row):
+            raise WireError(f"sampling_mask row {place} names a token twice, which would count twice in training")
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
     kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
     if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < vocabulary:
         raise WireError(f"sampling_mask names a token outside the vocabulary of {vocabulary}")
@@ -142,7 +143,7 @@ def sampling_support(choice: dict[str, Any], ids: Sequence[int], vocabulary: int
 
 
 def sampled_tokens(choice: dict[str, Any], limit: int, vocabulary: int) -> tuple[list[int], list[float], bool]:
-    """-> token ids (T,), their log-probs (T,), ended by itself. NaN stands where the server could not say a number."""
+    """-> token ids (T,), their log-probs (T,), ended by itself."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not 1 <= len(ids) <= limit:
         raise WireError(
@@ -158,9 +159,9 @@ def sampled_tokens(choice: dict[str, Any], limit: int, vocabulary: int) -> tuple
         if entry.get("token_id", token) != token:
             raise WireError(f"log-prob {place} is of token {entry['token_id']}, but token {token} was sampled there")
         value = entry.get("logprob")
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not value > NOT_A_NUMBER:  # one NaN here makes every weight NaN
             raise WireError(f"log-prob {place} is {value!r}, no number")
-        logps.append(float(value) if value > NOT_A_NUMBER else math.nan)
+        logps.append(float(value))
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise WireError(f"the sequence ended with finish_reason {reason!r}: stop or length are due")

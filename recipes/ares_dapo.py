@@ -1,6 +1,8 @@
 r"""DAPO, GRPO, RLOO, REINFORCE++ or GDPO, trained by Ares or by a baseline optimizer.
 
-    Ares: AdamW on the leading r singular directions of each gradient matrix, r read from the entropy of its spectrum (ares.py)
+    G     = U S V'                                            the gradient of one matrix, p_i = s_i^2 / sum_j s_j^2
+    r     = EMA of exp(-sum_i p_i log p_i), <= --rank_max     its effective rank, read anew at each step
+    theta = theta - lr m / (sqrt(v) + eps)                    AdamW whose moments m, v see U_r S_r V_r' and not G     (ares.py)
 
     --algorithm dapo          A = (R - mean) / std in the group; min(r A, clip(r, 0.8, 1.28) A), token mean; dynamic sampling
     --algorithm grpo          the same A; clip 0.2 on both sides; mean over sequences of their token mean
@@ -22,7 +24,7 @@ Compare accelerate launch recipes/ares_dapo.py --optim_method adamw         (or 
 Ablate  --rank_mode fixed, --rank_ema 0, --no_low_rank, --ares_step projected
 Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/ares_dapo.py \
             --config recipes/configs/qwen3_4b_ares.yaml
-Expect  held-out accuracy rises by 15 points or more
+Expect  held-out accuracy rises by 15 points or more; results/ares/report.md
 Knobs   --learning_rate, --optim_method, --rank_max, --ares_step, --algorithm, --overlong_buffer, --max_sampling_rounds
 Watch   ares/rank/mean at rank_max: the limit decides, raise it. dynamic/unfilled_frac above 0: prompts too easy or too hard.
         spectral/top_share flat while reward rises: no concentration to exploit. The README explains every metric.
@@ -37,8 +39,7 @@ from transformers import AutoTokenizer
 from trl import get_peft_config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
-from ares import Ares  # noqa: E402
-from layer_clip import kind_of, layer_of  # noqa: E402
+from optimizers import OPTIMIZERS  # noqa: E402
 from rlvr_common import (  # noqa: E402
     RLVRConfig,
     RLVRTrainer,
@@ -50,6 +51,7 @@ from rlvr_common import (  # noqa: E402
     ppo_clip_loss,
     refuse_unused,
     run,
+    truncates,
 )
 from rlvr_launch import REPO, leave, one_sentence, parse_args  # noqa: E402
 
@@ -59,14 +61,6 @@ ALGORITHMS = {  # name -> aggregation
     "rloo": "seq_sum",
     "reinforce_pp": "token_mean",  # paper: per-token objective; the order of means is not stated
     "gdpo": "seq_mean_token_mean",
-}
-OPTIMIZERS = {  # name -> options that it reads beside --learning_rate, --weight_decay, --adam_*
-    "ares": {"rank_max", "rank_min", "rank_ema", "power_iters", "ares_step", "rank_mode", "no_low_rank"},
-    "adamw": set(),
-    "muon": {"momentum"},
-    "galore": {"rank_max", "galore_gap", "galore_scale"},
-    "sgd": {"momentum"},
-    "rmsprop": {"momentum"},
 }
 
 
@@ -96,51 +90,22 @@ class AresDAPOConfig(RLVRConfig):
     max_sampling_rounds: int = field(
         default=4, metadata={"help": "samplings a batch at most with dynamic sampling; ours: 4"}
     )
-    # optimizer
-    optim_method: str = field(default="ares", metadata={"help": " | ".join(OPTIMIZERS)})
-    rank_max: int | None = field(
-        default=None,
-        metadata={
-            "help": "largest rank (ares), the rank (galore); unset = 64, or a quarter of the smallest side in a layer. paper: not stated"
-        },
-    )
-    rank_min: int = field(default=1, metadata={"help": "ares: smallest rank"})
-    rank_ema: float = field(default=0.9, metadata={"help": "ares: weight of the past in the rank; 0 = no smoothing"})
-    power_iters: int = field(default=1, metadata={"help": "ares: power iterations a step"})
-    ares_step: str = field(default="literal", metadata={"help": "ares: literal | projected"})
-    rank_mode: str = field(default="dynamic", metadata={"help": "ares: dynamic | fixed (ablation: r = rank_max)"})
-    no_low_rank: bool = field(default=False, metadata={"help": "ares, ablation: no truncation"})
-    galore_gap: int = field(default=200, metadata={"help": "steps between two projections. GaLore: 200"})
-    galore_scale: float = field(default=0.25, metadata={"help": "factor on the update. GaLore: 0.25"})
-    momentum: float | None = field(
-        default=None, metadata={"help": "muon (0.95), sgd (0.9), rmsprop (0); unset = that"}
-    )
+    optim_method: str | None = field(default="ares", metadata={"help": " | ".join(OPTIMIZERS)})
 
     def __post_init__(self):
         for name, known in (
             ("algorithm", ALGORITHMS),
-            ("optim_method", OPTIMIZERS),
             ("reward", ("verifiable", "random")),
             ("mode", ("rl", "sft")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)} is unknown: use one of {', '.join(known)}")
-        defaults = {f.name: f.default for f in self.__dataclass_fields__.values()}
-        for name in sorted(set().union(*OPTIMIZERS.values()) - OPTIMIZERS[self.optim_method]):
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} is set, but --optim_method {self.optim_method} never reads it: remove it"
-                )
-        if self.optim != defaults["optim"]:
-            raise ValueError(f"--optim {self.optim} is never read here: choose with --optim_method")
         if self.aggregation == "auto":
             self.aggregation = ALGORITHMS[self.algorithm]
         elif self.algorithm == "rloo":
             raise ValueError(
                 f"--aggregation {self.aggregation}: rloo has one ratio a sequence, there are no tokens to average; remove it"
             )
-        if self.rank_max is not None and self.rank_max < 1:
-            raise ValueError(f"--rank_max {self.rank_max} must be at least 1, or unset")
         if self.epsilon_high is None:
             self.epsilon_high = 0.28 if self.algorithm == "dapo" else self.epsilon
         if self.dynamic_sampling is None:
@@ -151,84 +116,13 @@ class AresDAPOConfig(RLVRConfig):
                     raise ValueError(f"--mode sft samples from the initial weights in process, once: remove --{name}")
             if self.reward == "random" or self.overlong_buffer:
                 raise ValueError("--mode sft knows right and wrong only: remove --reward random, --overlong_buffer")
+        super().__post_init__()
         if not 0 <= self.overlong_buffer < self.max_completion_length:
             raise ValueError(
                 f"--overlong_buffer {self.overlong_buffer} must be 0 or less than --max_completion_length {self.max_completion_length}"
             )
         if self.max_sampling_rounds < 1:
             raise ValueError(f"--max_sampling_rounds {self.max_sampling_rounds} must be at least 1")
-        super().__post_init__()
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
-def default_rank(model):
-    """64, or a quarter of the smallest side of the layers' matrices where that is less (routers apart); at least 1."""
-    sides = [
-        min(p.shape[-2:])
-        for name, p in model.named_parameters()
-        if p.requires_grad
-        and p.dim() in (2, 3)
-        and layer_of(name).startswith("layer ")
-        and kind_of(name) not in ("norm", "router")
-    ]
-    return max(1, min([64, *(side // 4 for side in sides)]))
-
-
-def make_optimizer(model, args):
-    """The optimizer of --optim_method with its usual groups: matrices of the layers apart from embeddings, head, norms and biases."""
-    decay, lr = args.weight_decay, args.learning_rate
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    rank = args.rank_max or default_rank(model)
-    if args.optim_method == "ares":
-        return Ares(
-            Ares.param_groups(model, weight_decay=decay, rank_max=rank), lr=lr, **adam, rank_min=args.rank_min,
-            rank_ema=args.rank_ema, power_iters=args.power_iters, step=args.ares_step, rank_mode=args.rank_mode,
-            low_rank=not args.no_low_rank, seed=args.seed,
-        )  # fmt: skip
-    matrices, tables, bare = [], [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            inside = p.dim() > 1 and layer_of(name) not in ("embeddings", "head")
-            (matrices if inside else tables if p.dim() > 1 else bare).append(p)
-    groups = [{"params": matrices + tables, "weight_decay": decay}, {"params": bare, "weight_decay": 0.0}]
-    if args.optim_method == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, **adam)
-    if args.optim_method == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9 if args.momentum is None else args.momentum)
-    if args.optim_method == "rmsprop":
-        return torch.optim.RMSprop(groups, lr=lr, momentum=args.momentum or 0.0)
-    import pytorch_optimizer
-    from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
-
-    if args.optim_method == "muon":  # the update of torch.optim.Muon, and AdamW for the rest in the same object
-        rest, momentum = {"lr": lr, "use_muon": False, **adam}, 0.95 if args.momentum is None else args.momentum
-        return pytorch_optimizer.Muon(
-            [
-                {"params": matrices, "lr": lr, "weight_decay": decay, "use_muon": True, "momentum": momentum, "use_adjusted_lr": True},
-                {"params": tables, "weight_decay": decay, **rest},
-                {"params": bare, "weight_decay": 0.0, **rest},
-            ]
-        )  # fmt: skip
-    torch.serialization.add_safe_globals(
-        [GaLoreProjector]
-    )  # it is part of the optimizer's state, which resuming reads
-    low_rank = {
-        "rank": rank,
-        "update_proj_gap": args.galore_gap,
-        "scale": args.galore_scale,
-        "projection_type": "std",
-    }
-    return pytorch_optimizer.GaLore(
-        [
-            {"params": matrices, "weight_decay": decay, **low_rank},
-            {"params": tables, "weight_decay": decay},
-            {"params": bare, "weight_decay": 0.0},
-        ],
-        lr=lr,
-        **adam,
-    )
 
 
 # --- advantages and rewards as pure functions -------------------------------------------------------------------------
@@ -306,7 +200,7 @@ class AresDAPOTrainer(RLVRTrainer):
         super().__init__(model, args, rewards, train_dataset, **kwargs)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         rewards[0].place = lambda: self._sequences_sampled * world + rank
-        self._ares = self._prepared = None
+        self._prepared = None
         self._refilled = 0  # prompts drawn for refilling, over all processes: the place in their own order of the data
         local = args.per_device_train_batch_size * args.steps_per_generation
         if args.dynamic_sampling and local % args.num_generations:
@@ -314,30 +208,14 @@ class AresDAPOTrainer(RLVRTrainer):
                 f"dynamic sampling replaces whole groups, and {local} samples a process are not a multiple of --num_generations "
                 f"{args.num_generations}: change --per_device_train_batch_size, or --dynamic_sampling false"
             )
-        if args.optim_method == "ares" and self.is_deepspeed_enabled:
-            raise ValueError(
-                "--optim_method ares needs whole gradients, which DeepSpeed flattens and splits: use DDP or FSDP2"
-            )
-        make_optimizer(self.model, args)  # wrong options stop here, before anything is sampled
         self._first = None
         if args.mode == "sft":  # a second engine, which keeps the weights that the run started from
             start = self.accelerator.unwrap_model(self.model)
             self._first = TransformersEngine(
                 start, self.eos_token_ids, self._tokenizer.pad_token_id, rollout_dtype=args.rollout_dtype, seed=args.seed,
-                device=self.accelerator.device, record_routes=self.routing is not None,
+                device=self.accelerator.device, record_routes=self.routing is not None, record_support=truncates(args),
             )  # fmt: skip
             self._first.push_weights(start, 0)
-
-    def create_optimizer(self, model=None):
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model if model is None else model, self.args)
-            self._ares = self.optimizer if isinstance(self.optimizer, Ares) else None
-        return self.optimizer
-
-    def log(self, logs, start_time=None):
-        if self._ares is not None and "loss" in logs:
-            logs |= self._ares.metrics()
-        super().log(logs, start_time)
 
     # sampling ---------------------------------------------------------------------------------------------------------
 
@@ -345,6 +223,7 @@ class AresDAPOTrainer(RLVRTrainer):
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             self._sampled_routes = prepared.pop("routes")
+            self._support, self._kept_mass = prepared.pop("support"), prepared.pop("kept_mass")
             return prepared
         if self._first is None or not self.model.training:
             return super()._rollout(prompts, trainer)
@@ -363,9 +242,10 @@ class AresDAPOTrainer(RLVRTrainer):
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _sample(self, prompts):
-        """Samples of one round, as `_rollout` returns them, with "routes"."""
+        """Samples of one round, as `_rollout` returns them, with what is replayed: "routes", "support", "kept_mass"."""
         if self.engine is not None:
-            return self._rollout(prompts, self) | {"routes": self._sampled_routes}
+            samples = self._rollout(prompts, self)
+            return samples | {"routes": self._sampled_routes, "support": self._support, "kept_mass": self._kept_mass}
         prompt_ids = self._tokenize_prompts(prompts)[0]
         ids, logps = self._generate_single_turn(prompt_ids, None, {}, self.num_generations)
         self._sequences_sampled += len(prompts) * self.accelerator.num_processes
@@ -402,10 +282,7 @@ class AresDAPOTrainer(RLVRTrainer):
                 break
             rows = rows if rounds == 0 else self._new_rows(missing)
             rounds += 1
-            unchanged, changes = self._unchanged, list(self._metrics["train"].get("rollout/weights_changed", ()))
             samples = self._sample([row["prompt"] for row in rows for _ in range(g)])
-            if rounds > 1 and changes:  # a refill has the weights of its batch, as it should
-                self._unchanged, self._metrics["train"]["rollout/weights_changed"] = unchanged, changes
             texts = self.processing_class.batch_decode(samples["completion_ids"], skip_special_tokens=True)
             golds = [row["solution"] for row in rows for _ in range(g)]
             accuracy = self.reward_funcs[0](
@@ -427,7 +304,7 @@ class AresDAPOTrainer(RLVRTrainer):
             self._metrics["train"][f"dynamic/{name}"].append(value)
         joined = {name: [x for group in kept for x in group[name] or []] for name in kept[0]}
         self._prepared = {name: joined[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
-        self._prepared["routes"] = joined["routes"] or None
+        self._prepared |= {name: joined.get(name) or None for name in ("routes", "support", "kept_mass")}
         return joined["rows"]
 
     def _generate_and_score_completions(self, inputs):

@@ -38,11 +38,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from gradloc import GradLoc  # noqa: E402
-from rlvr_launch import leave  # noqa: E402
+from rlvr_launch import Parser, leave, one_sentence  # noqa: E402
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -264,7 +264,8 @@ def train(model, args, rows, tokenizer):
 
 
 def main():
-    (args,) = TrlParser(ColdStartConfig).parse_args_and_config()
+    with one_sentence():
+        (args,) = Parser(ColdStartConfig).parse_args_and_config()
     set_seed(args.seed)
     tokenizer = make_tokenizer(args.vocab_size)
     model = make_model(args, tokenizer)

@@ -18,20 +18,23 @@ One block holds the switches, in YAML or as dotted flags (--rl_stability.unbiase
 While it runs, `control.yaml` in the run folder changes beta, thresholds and the first two switches (needs a guard); --beta_schedule
 0:0,100:0.01 changes the KL strength by step. --guard off|warn|halt|rollback, --guard_stages small:20,medium:50,full.
 
-Paper: DeepSeek-V3.2 arXiv:2512.02556, section 3.1; its deployment guide for clip_ratio, min_keep_ratio, guard and stages. Neither
+Papers: DeepSeek-V3.2 arXiv:2512.02556, section 3.1; its deployment guide for clip_ratio, min_keep_ratio, guard and stages. Neither
 gives delta, beta, eps, p or k: what stands here is ours.
 
 Smoke   accelerate launch recipes/dsv32_stable.py                      tiny Qwen3-MoE, all four mechanisms, CPU, under 4 minutes
 Compare accelerate launch recipes/dsv32_stable.py --rl_stability.consistency.keep_sampling_mask false    (or another switch)
+Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/dsv32_stable.py \
+            --config recipes/configs/qwen3_30b_a3b_dsv32.yaml
 Report  python stability.py report runs/dsv32_stable
-Expect  held-out accuracy rises by 10 points or more, a passing acceptance table
+Expect  held-out accuracy rises by 15 points or more, a passing acceptance table; results/dsv32/report.md
 Knobs   --beta, --top_p, --top_k, --num_minibatches, rl_stability.sequence_masking.divergence_threshold
 Watch   off_policy_mask/masked_frac above 0.3: fewer updates a sampling. kl far above its start: raise beta. support/agreement or
         routing/rollout_agreement falling: the engines drift apart. The README explains every metric.
 """
 
+import difflib
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ from rlvr_common import (  # noqa: E402
     RLVRTrainer,
     aggregate,
     k3,
+    keep_least_divergent,
     load_rows,
     make_verifier,
     masked_mean,
@@ -73,7 +77,9 @@ class SequenceMasking:
     divergence_threshold: float = (
         0.1  # paper: not stated; ours: inside the 0.05 to 0.2 that public runs found reasonable
     )
-    min_keep_ratio: float = 0.0  # guide: not stated; ours: off. Of each micro-batch, so above 0 the split matters
+    # guide: not stated; ours: off. A share of the optimizer step, whatever its split into micro-batches and processes; above 0
+    # a step of several micro-batches is scored once more, without a gradient: 15 % of a step of the tiny MoE
+    min_keep_ratio: float = 0.0
 
 
 @dataclass
@@ -94,22 +100,38 @@ class RLStability:
     def read(cls, tree):
         block = cls()
         if not isinstance(tree, dict):
-            raise ValueError(f"rl_stability must hold nested keys, found {tree!r}")
+            raise ValueError(
+                f"--rl_stability {tree} must hold nested keys: {', '.join(CHECKS)} with keys of their own"
+            )
         for part, values in tree.items():
-            known = {f.name for f in fields(cls)}
-            if part not in known or not isinstance(values, dict):
+            if part not in CHECKS or not isinstance(values, dict):
                 raise ValueError(
-                    f"rl_stability.{part}: nobody reads it as it is; use {', '.join(sorted(known))} with keys of their own"
+                    f"--rl_stability.{part}: nobody reads it as it is; use {', '.join(CHECKS)} with keys of their own"
+                    f"{_near(part, CHECKS)}"
                 )
             target = getattr(block, part)
             for name, value in values.items():
                 if name not in CHECKS[part]:
-                    raise ValueError(f"rl_stability.{part}.{name}: nobody reads it; use {', '.join(CHECKS[part])}")
+                    raise ValueError(
+                        f"--rl_stability.{part}.{name}: nobody reads it; use {', '.join(CHECKS[part])}{_near(name, CHECKS[part])}"
+                    )
                 try:
                     setattr(target, name, CHECKS[part][name](value))
                 except ValueError as error:
-                    raise ValueError(f"rl_stability.{part}.{name} {value!r} {error}") from error
+                    raise ValueError(f"--rl_stability.{part}.{name} {value!r} {error}") from error
         return block
+
+
+def _near(word, known):
+    near = difflib.get_close_matches(str(word), known, 1)
+    return f" (did you mean {near[0]}?)" if near and near[0] != word else ""
+
+
+def _as_yaml(flag, text):
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{flag} {text} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _estimator(value):
@@ -133,6 +155,9 @@ class DSV32Config(RLVRConfig):
     num_minibatches: int | None = field(default=2, metadata={"help": "updates of equal size a sampling"})
     epsilon: float = field(default=0.2, metadata={"help": "eps_low of the ratio clip"})
     epsilon_high: float | None = field(default=None, metadata={"help": "eps_high; unset = epsilon"})
+    scale_rewards: str = field(
+        default="none", metadata={"help": "divide advantages by a deviation: none | group | batch"}
+    )
     beta: float = field(default=0.001, metadata={"help": "KL strength. paper: by domain, weak or zero for maths"})
     beta_schedule: str | None = field(
         default=None, metadata={"help": "KL strength by step, e.g. 0:0,100:0.01; replaces --beta"}
@@ -145,11 +170,16 @@ class DSV32Config(RLVRConfig):
     )
     rl_stability: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "the block of switches: YAML mapping; single keys as --rl_stability.part.name value"},
+        metadata={
+            "help": "the block of switches: YAML mapping; single keys as --rl_stability.part.name value. min_keep_ratio above 0 costs "
+            "a step of several micro-batches one more forward pass over them"
+        },
     )
 
     def __post_init__(self):
-        tree = yaml.safe_load(self.rl_stability) if isinstance(self.rl_stability, str) else self.rl_stability
+        tree = self.rl_stability
+        if isinstance(tree, str):
+            tree = _as_yaml("--rl_stability", tree)
         if self.routing_replay != "none" or self.keep_sampling_mask:
             raise ValueError(
                 "--routing_replay and --keep_sampling_mask are rl_stability.consistency's business here: change the block"
@@ -158,11 +188,12 @@ class DSV32Config(RLVRConfig):
         if self.beta_schedule is not None:
             self.schedule = parse_schedule(self.beta_schedule)
             self.beta = max(value for _, value in self.schedule)  # above 0: the reference model is loaded
-        self.override(tree or {})
+        self.override({} if tree is None else tree)
         super().__post_init__()
 
     def override(self, tree):
         """Lay nested keys over the block, and let it decide what the trainer base keeps."""
+        RLStability.read(tree)  # else what is no mapping fails while the two are joined
         self.tree = {part: self.tree.get(part, {}) | values for part, values in tree.items()} | {
             part: values for part, values in self.tree.items() if part not in tree
         }
@@ -191,9 +222,10 @@ class DSV32Trainer(RLVRTrainer):
         self.track("ppo_clip/frac", ((advantages > 0) & above | (advantages < 0) & below).float(), mask)
         masking = block.sequence_masking
         if masking.enabled:
-            keep = off_policy_sequence_mask(
-                logps, mu, advantages, mask, masking.divergence_threshold, masking.min_keep_ratio
-            )  # (N, 1), detached
+            if masking.min_keep_ratio > 0:
+                keep = self.keep_of_step(model, inputs, batch)  # (N, 1), detached
+            else:
+                keep = off_policy_sequence_mask(logps, mu, advantages, mask, masking.divergence_threshold)
             loss = keep * loss  # the policy term only: KL and denominators stay
             some = mask.any(1, keepdim=True)
             self.track("off_policy_mask/masked_frac", 1 - keep, some)
@@ -211,6 +243,21 @@ class DSV32Trainer(RLVRTrainer):
         self.flush()  # reduced once per optimizer step, over micro-batches and processes
         # the denominator counts the whole optimizer step on all processes, before any mask
         return aggregate(loss, mask, args.aggregation, self.normalizer(args.aggregation))
+
+    def keep_of_step(self, model, inputs, batch):
+        """Eq. 9 with a floor: which sequences stay is settled once an optimizer step, over all that it trains on. -> (N, 1)"""
+        if self._kept_for is not self.step_inputs:  # its first micro-batch: the weights are those of the whole step
+            masking = self.args.block.sequence_masking
+            rows = self.step_divergences(model, batch)  # (M, N, 3)
+            divergence, advantages, counted = rows.reshape(-1, 3, 1).unbind(1)
+            keep = keep_least_divergent(
+                divergence, advantages, counted.bool(), masking.divergence_threshold, masking.min_keep_ratio
+            )
+            self._kept_for, self._keep = self.step_inputs, keep.view(*rows.shape[:2], 1)
+        place = next(i for i, x in enumerate(self.step_inputs) if x is inputs)
+        return self._keep[self.accelerator.process_index * len(self.step_inputs) + place]
+
+    _kept_for = None  # the step that _keep is of
 
     def kl_strength(self):
         """beta of this step: the schedule's or --beta's, as changed by control.yaml."""
@@ -261,7 +308,7 @@ def gather_dotted(argv):
         value = value or next(words, None)
         if value is None:
             raise ValueError(f"{name} needs a value")
-        tree.setdefault(path[0], {})[path[1]] = yaml.safe_load(value)
+        tree.setdefault(path[0], {})[path[1]] = _as_yaml(name, value)
     return rest, tree
 
 

@@ -36,17 +36,37 @@ from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from rlvr_data import PROMPT_STYLES, load_math_rows, load_math_rows_report  # noqa: E402
-from rlvr_launch import HelpFormatter, check_processes, find_model, one_sentence, refuse_unknown, say  # noqa: E402
+from rlvr_launch import (  # noqa: E402
+    HelpFormatter,
+    Parser,
+    check_processes,
+    check_ranges,
+    find_model,
+    one_sentence,
+    refuse_unknown,
+    say,
+)
 from rollout import ROLLOUT_DTYPES, TransformersEngine  # noqa: E402
 from verifier import MathVerifier, extract_answer  # noqa: E402
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 MAX_SAMPLES = 1000  # C(1030, 515) no longer fits a float
+RANGES = {  # what a number may be: {words: (test, options)}
+    "a whole number from 1 up": (
+        lambda x: x >= 1 and x == int(x),
+        "limit samples max_new_tokens batch_size verifier_workers expect_processes",
+    ),
+    "a whole number from 0 up": (lambda x: x >= 0 and x == int(x), "top_k seed"),
+    "0 or more": (lambda x: x >= 0, "temperature"),
+    "above 0": (lambda x: x > 0, "verifier_timeout_s"),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p"),
+    "in [0, 1]": (lambda x: 0 <= x <= 1, "min_p"),
+    "in [0, 1)": (lambda x: 0 <= x < 1, "rel_tol"),
+}
 
 
 def _option(default, text):
@@ -85,9 +105,13 @@ class EvaluateConfig:
         self.max_new_tokens = (64 if tiny else 4096) if self.max_new_tokens is None else self.max_new_tokens
         if self.rollout_dtype is None:
             self.rollout_dtype = "bfloat16" if torch.accelerator.is_available() else "float32"
-        for name in ("samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; give a whole number from 1 up")
+        check_ranges(self, RANGES)
+        if self.prompt_style not in (None, *PROMPT_STYLES):
+            raise ValueError(f"--prompt_style {self.prompt_style} is unknown: use one of {', '.join(PROMPT_STYLES)}")
+        if self.rollout_dtype not in ROLLOUT_DTYPES:
+            raise ValueError(
+                f"--rollout_dtype {self.rollout_dtype} is unknown: use one of {', '.join(ROLLOUT_DTYPES)}"
+            )
         if self.samples > MAX_SAMPLES:
             raise ValueError(f"--samples is {self.samples}; give at most {MAX_SAMPLES}")
         if self.temperature == 0 and self.samples > 1:
@@ -220,13 +244,13 @@ def normalised_answer(text):
 
 def load_model(name):
     """(model on the CPU, tokenizer) for a tiny model's name, a folder or a hub id; a local LoRA adapter is merged into its base."""
-    place = find_model(name)
+    place = find_model(name, flag="--model")
     folder = Path(place).expanduser()
-    if not folder.is_dir() and (place.count("/") > 1 or place[0] in "/.~"):
-        raise FileNotFoundError(f"--model {name}: there is no such folder, and a hub id looks like org/name")
     try:
         if (folder / "adapter_config.json").is_file():
-            base = find_model(PeftConfig.from_pretrained(place).base_model_name_or_path)
+            base = find_model(
+                PeftConfig.from_pretrained(place).base_model_name_or_path, flag=f"--model {name}, base model"
+            )
             model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), place)
             model = model.merge_and_unload()
             tokenizer = AutoTokenizer.from_pretrained(place if (folder / "tokenizer_config.json").is_file() else base)
@@ -380,7 +404,10 @@ def prepare(config):
     # Ranks finish at different times, and the default timeout of a process group is 10 to 30 minutes.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_processes(config)
-    rows = load_math_rows(config.source, limit=config.limit, seed=config.seed, prompt_style=config.prompt_style)
+    try:
+        rows = load_math_rows(config.source, limit=config.limit, seed=config.seed, prompt_style=config.prompt_style)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"--source {config.source}: {error}") from error
     say(f"problems: {load_math_rows_report(rows)}")
     rows = rows.to_list()
     model, tokenizer = load_model(config.model)
@@ -546,7 +573,7 @@ def report(summary):
 
 
 def make_parser():
-    return TrlParser(EvaluateConfig, description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    return Parser(EvaluateConfig, description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 def main():

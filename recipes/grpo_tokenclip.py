@@ -60,6 +60,9 @@ class GRPOTokenClipConfig(RLVRConfig):
     num_generations: int = field(default=8, metadata={"help": "samples a prompt, G. GradLoc blog: 8"})
     epsilon: float = field(default=0.2, metadata={"help": "eps_low of the ratio clip"})
     epsilon_high: float | None = field(default=None, metadata={"help": "eps_high; unset = epsilon"})
+    scale_rewards: str = field(
+        default="none", metadata={"help": "divide advantages by a deviation: none | group | batch"}
+    )
     beta: float = field(default=0.0, metadata={"help": "weight of the unbiased KL to the initial model"})
     token_clip: str = field(default="icepop", metadata={"help": "none | tis | icepop"})
     token_clip_low: float = field(default=0.5, metadata={"help": "icepop's lower bound on omega. GradLoc blog: 0.5"})

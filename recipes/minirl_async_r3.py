@@ -12,6 +12,8 @@ r"""MiniRL, asynchronous: rollouts made ahead of time, staleness bounded and cor
     --on_push finish|continue|restart    a generation under way when new weights come; versions are kept by token
     --take as_finished           groups are used as they finish; those beyond the bound are dropped or recycled (--stale_groups)
     --routing_replay r3          pi_old and pi_theta use the experts that the engine used, of whatever version
+    --keep_sampling_mask         and the tokens that its top-p, top-k, min-p left over
+    --guard rollback             an alarm also takes back what was sampled ahead since the last good checkpoint
 
 Papers: MiniRL arXiv:2512.01374 (eq. 7, section 3), R3 arXiv:2510.11370; the clip against recomputed weights: decoupled PPO,
 arXiv:2110.00641. paper: only synchronous runs; ours: the same loss, whose weight already has mu of the sampling weights below.
@@ -21,7 +23,9 @@ importance correction, and no routes.
 Smoke   accelerate launch recipes/minirl_async_r3.py                   tiny Qwen3-MoE, one sampling ahead, CPU, about 2 minutes
 Compare accelerate launch recipes/minirl_async_r3.py --max_staleness 0        (or 4, 16; --clip_against behaviour)
 vLLM    recipes/serve_vllm.sh MODEL; accelerate launch recipes/minirl_async_r3.py --engine vllm --model_name_or_path MODEL
-Expect  held-out accuracy rises by 15 points or more; timeline.png shows generation beside training
+Full    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml recipes/minirl_async_r3.py \
+            --config recipes/configs/qwen3_30b_a3b_minirl_n4_r3.yaml --max_staleness 4
+Expect  held-out accuracy rises by 15 points or more, timeline.png shows generation beside training; results/async/report.md
 Knobs   --max_staleness, --clip_against, --routing_replay, --engine, --learning_rate, --is_cap
 Watch   async/waiting_share above 0.1: the trainer waits, the last line of the run says what to change. omega/p99 growing with
         staleness: lower --max_staleness. mismatch/k3 rising with entropy falling: collapse. The README explains every metric.
@@ -58,6 +62,9 @@ class MiniRLAsyncConfig(AsyncConfig):
     )
     epsilon: float = field(default=0.2, metadata={"help": "eps_low of the decoupled clip. MiniRL: 0.2"})
     epsilon_high: float | None = field(default=0.27, metadata={"help": "eps_high. MiniRL: 0.27"})
+    scale_rewards: str = field(
+        default="none", metadata={"help": "divide advantages by a deviation: none | group | batch"}
+    )
     is_cap: float = field(default=5.0, metadata={"help": "truncation of omega from above. MiniRL: 5"})
     clip_against: str = field(
         default="proximal",
@@ -74,10 +81,9 @@ class MiniRLAsyncConfig(AsyncConfig):
             if self.aggregation == "token_mean":
                 raise ValueError("--length_norm is --aggregation seq_mean_token_mean: remove --aggregation token_mean")
             self.aggregation = "seq_mean_token_mean"
-        if self.no_clip and (self.epsilon, self.epsilon_high) != (0.2, 0.27):
-            raise ValueError(
-                f"--no_clip reads no bounds: remove --epsilon {self.epsilon} and --epsilon_high {self.epsilon_high}"
-            )
+        for name, default in (("epsilon", 0.2), ("epsilon_high", 0.27)):
+            if self.no_clip and getattr(self, name) != default:
+                raise ValueError(f"--no_clip reads no bounds: remove --{name} {getattr(self, name)}")
         if self.clip_against not in ("proximal", "behaviour"):
             raise ValueError(f"--clip_against {self.clip_against} is unknown: use proximal or behaviour")
         if self.no_is and self.max_staleness:

@@ -7,10 +7,10 @@
 # PORT        of the server, on loopback        (8000)
 # VLLM_API_KEY    a key, if any; the trainer reads the same variable
 #
-# On a GPU:  add --enable-return-routed-experts for --routing_replay r3, --quantization fp8 for FP8 rollouts, and
-# --weight-transfer-config '{"backend": "nccl"}' for --vllm_transfer nccl.
+# On a GPU:  add --enable-return-routed-experts for --routing_replay r3, --return-sampling-mask for --keep_sampling_mask,
+# --quantization fp8 for FP8 rollouts, and --weight-transfer-config '{"backend": "nccl"}' for --vllm_transfer nccl.
 set -euo pipefail
-[ $# -ge 1 ] || { sed -n '2,13p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,11p' "$0"; exit 2; }
 model=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)

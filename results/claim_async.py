@@ -20,7 +20,7 @@ from results.running import (
 
 # as results/claim_minirl.py: mini-batches of 4 prompts x 8 samples, the learning rate at which arms part
 COMMON = [
-    "--per_device_train_batch_size", "32", "--max_steps", "64", "--learning_rate", "3e-4", "--save_strategy", "no",
+    "--per_device_train_batch_size", "32", "--max_steps", "48", "--learning_rate", "3e-4", "--save_strategy", "no",
     "--report_to", "none", "--eval_problems", "100", "--eval_samples", "8", "--gradloc", "off", "--verifier_workers", "1",
 ]  # fmt: skip
 STALENESS = ("0", "1", "4", "16")
@@ -138,7 +138,7 @@ def at_equal_time(runs, times):
     sync = times["S=0"]["seconds_of_an_update"]
     yield from (
         "",
-        "| arm | seconds of an update | updates in the time of 32 synchronous ones | reward then (8 updates) |",
+        "| arm | seconds of an update | updates in the time of 24 synchronous ones | reward then (8 updates) |",
         "|---|---|---|---|",
     )
     for arm, by_seed in runs.items():
@@ -146,7 +146,7 @@ def at_equal_time(runs, times):
         if not arm.startswith("N=1, R3") or name not in times:
             continue
         own = times[name]["seconds_of_an_update"]
-        made = min(64, round(32 * sync / own))
+        made = min(48, round(24 * sync / own))
         rewards = [
             statistics.mean(r["reward"] for r in records if "reward" in r and made - 8 < r["step"] <= made)
             for records, _ in by_seed.values()

@@ -390,9 +390,289 @@ def _():
     return rises(gain), points(gain)
 
 
+# ---------------------------------------------------------------- asynchronous rollouts, vLLM
+
+
+def stale_arms(staleness, replay="R3", clip="clip"):
+    return f"N=1, {replay}, {clip}: S={staleness}"
+
+
+@claim("async-staleness", "Staleness up to 16 updates costs accuracy at equal updates", "ours", "async")
+def _():
+    runs = runs_of("async")
+    pairs = [(r, c) for r in ("no replay", "R3") for c in ("no clip", "clip")]
+    loss = differences([(after(runs, stale_arms(16, *p)), after(runs, stale_arms(0, *p))) for p in pairs])
+    return rises(loss), f"S=0 is better than S=16 by {points(loss)}"
+
+
+@claim("async-mild", "Mildly stale rollouts (S=1) cost nothing", "ours", "async")
+def _():
+    runs = runs_of("async")
+    pairs = [(r, c) for r in ("no replay", "R3") for c in ("no clip", "clip")]
+    loss = differences([(after(runs, stale_arms(1, *p)), after(runs, stale_arms(0, *p))) for p in pairs])
+    return {SEEN: OPPOSITE}.get(rises(loss), SEEN), f"S=0 is better than S=1 by {points(loss)}"
+
+
+@claim("async-clip", "The clip against mu is needed on stale rollouts (S=4, 16)", PAPER, "async")
+def _():
+    runs = runs_of("async")
+    pairs = [(s, r) for s in (4, 16) for r in ("no replay", "R3")]
+    gain = differences([(after(runs, stale_arms(s, r, "no clip")), after(runs, stale_arms(s, r))) for s, r in pairs])
+    return rises(gain), points(gain)
+
+
+@claim("async-r2-mild", "Mild off-policy (N=2, S=4): R2 beats R3", PAPER, "async")
+def _():
+    runs = runs_of("async")
+    gain = differences(
+        [(after(runs, f"N=2, {c}: S=4, R3"), after(runs, f"N=2, {c}: S=4, R2")) for c in ("clip", "no clip")]
+    )
+    return rises(gain), points(gain)
+
+
+@claim("async-r3-strong", "Strong off-policy (N=2, S=16): R3 beats R2", PAPER, "async")
+def _():
+    runs = runs_of("async")
+    gain = differences(
+        [(after(runs, f"N=2, {c}: S=16, R2"), after(runs, f"N=2, {c}: S=16, R3")) for c in ("clip", "no clip")]
+    )
+    return rises(gain), points(gain)
+
+
+@claim("async-time", "Sampling one update ahead saves wall time", "ours", "async_time")
+def _():
+    times = read("async_time/time.json")
+    share = times["S=1"]["seconds_of_an_update"] / times["S=0"]["seconds_of_an_update"]
+    return (
+        SEEN if share < 0.95 else OPPOSITE if share > 1.05 else NOT_SEEN,
+        f"{share:.2f} of the synchronous run's seconds an update",
+    )
+
+
+# ---------------------------------------------------------------- DeepSeek-V3.2
+
+V32 = "arXiv:2512.02556"
+TRUNCATED = ("top-p 0.8", "top-k 5")
+
+
+@claim(
+    "dsv32-mask-mismatch",
+    "With the sampling mask kept the mean mismatch is 1; without it, the kept mass",
+    f"{V32}, ours",
+    "dsv32",
+)
+def _():
+    runs = runs_of("dsv32")
+    kept, lost = (
+        [v for name in TRUNCATED for v in mean_of(runs, f"sampling mask: {name}, {how}", "mismatch/mean")]
+        for how in ("kept", "not kept")
+    )
+    gap = [abs(1 - b) - abs(1 - a) for a, b in zip(kept, lost, strict=True)]
+    return rises(gap), f"{text_of(lost)} -> {text_of(kept)}"
+
+
+@claim("dsv32-mask-accuracy", "Keeping the sampling mask raises accuracy", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    gain = differences(
+        [(after(runs, f"sampling mask: {n}, not kept"), after(runs, f"sampling mask: {n}, kept")) for n in TRUNCATED]
+    )
+    return rises(gain), points(gain)
+
+
+@claim("dsv32-unbiased-kl", "The unbiased KL estimate trains better than k3 (beta 0.1, N=8)", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    arm = "KL estimator: N=8, beta 0.1, "
+    gain = differences([(after(runs, f"{arm}k3"), after(runs, f"{arm}unbiased"))])
+    return rises(gain), points(gain)
+
+
+@claim("dsv32-kl-norm", "k3 makes larger gradient norms than the unbiased estimate", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    arm = "KL estimator: N=8, beta 0.1, "
+    plain, unbiased = (largest_of(runs, f"{arm}{kind}", "grad_norm") for kind in ("k3", "unbiased"))
+    rise = [math.log(a / b) for a, b in zip(plain, unbiased, strict=True)]
+    return rises(rise), f"largest norm (means of 8 updates) {text_of(plain)} against {text_of(unbiased)}"
+
+
+@claim("dsv32-mask-grows", "The off-policy mask drops more sequences the more updates a sampling feeds", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    shares = {n: mean_of(runs, f"sequence mask: N={n}, delta 0.1", "off_policy_mask/masked_frac") for n in (1, 4, 8)}
+    return rises(differences([(shares[1], shares[8])])), ", ".join(
+        f"N={n}: {100 * statistics.mean(v):.1f} %" for n, v in shares.items()
+    )
+
+
+@claim("dsv32-mask-helps", "The off-policy mask raises accuracy at N = 4, 8", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    gain = differences(
+        [(after(runs, f"sequence mask: N={n}, off"), after(runs, f"sequence mask: N={n}, delta 0.1")) for n in (4, 8)]
+    )
+    return rises(gain), points(gain)
+
+
+@claim("dsv32-weak-kl", "A weak or no KL suits maths: strong (0.1) costs accuracy", V32, "dsv32")
+def _():
+    runs = runs_of("dsv32")
+    loss = differences(
+        [(after(runs, "KL strength: strong"), after(runs, f"KL strength: {k}")) for k in ("zero", "weak")]
+    )
+    return rises(loss), f"zero and weak are better by {points(loss)}"
+
+
+# ---------------------------------------------------------------- Ares
+
+ARTICLE = "Ares article, 2026"
+
+
+def rates_of(runs, name):
+    """{learning rate: held-out accuracies} of one optimizer's sweep."""
+    return {arm.rpartition(" at ")[2]: after(runs, arm) for arm in runs if arm.rpartition(" at ")[0] == name}
+
+
+def best(runs, name):
+    """(learning rate, accuracies) of the best mean of a sweep."""
+    return max(rates_of(runs, name).items(), key=lambda item: statistics.mean(item[1]))
+
+
+def against(name, other):
+    """Verdict on "Ares at its best rate is better than another optimizer at its own"."""
+    runs = runs_of("ares")
+    (rate, own), (other_rate, theirs) = best(runs, name), best(runs, other)
+    return rises(
+        differences([(theirs, own)])
+    ), f"{text_of(own)} % at {rate} against {text_of(theirs)} % at {other_rate}"
+
+
+@claim("ares-adamw", "Ares ends above AdamW, each at its best learning rate", ARTICLE, "ares")
+def _():
+    return against("ares", "adamw")
+
+
+@claim("ares-muon", "Ares ends above Muon", ARTICLE, "ares")
+def _():
+    return against("ares", "muon")
+
+
+@claim("ares-galore", "Ares ends above GaLore", ARTICLE, "ares")
+def _():
+    return against("ares", "galore")
+
+
+@claim("ares-sgd", "Ares ends above SGD", ARTICLE, "ares")
+def _():
+    return against("ares", "sgd")
+
+
+@claim("ares-rmsprop", "Ares ends above RMSprop", ARTICLE, "ares")
+def _():
+    return against("ares", "rmsprop")
+
+
+@claim("ares-projected", "The projected step ends above the literal one", "ours", "ares")
+def _():
+    return against("projected", "ares")
+
+
+def ablation(name, step="literal"):
+    runs = runs_of("ares")
+    full = {"literal": "ares", "projected": "projected"}[step]
+    return differences([(after(runs, f"{step}, {name} at 3e-4"), after(runs, f"{full} at 3e-4"))])
+
+
+@claim("ares-dynamic-rank", "A fixed rank costs accuracy (at the same rate)", ARTICLE, "ares")
+def _():
+    loss = ablation("fixed rank") + ablation("fixed rank", "projected")
+    return rises(loss), f"the dynamic rank is better by {points(loss)}"
+
+
+@claim("ares-smoothing", "A rank without smoothing costs accuracy (at the same rate)", ARTICLE, "ares")
+def _():
+    loss = ablation("no smoothing") + ablation("no smoothing", "projected")
+    return rises(loss), f"smoothing is better by {points(loss)}"
+
+
+@claim(
+    "ares-low-rank",
+    "Without the low rank it collapses (2.7 against 27.2 in the article), at the same rate",
+    ARTICLE,
+    "ares",
+)
+def _():
+    runs = runs_of("ares")
+    own, without = rates_of(runs, "ares"), rates_of(runs, "no low rank")
+    down = [rate for rate in own if statistics.mean(without[rate]) < statistics.mean(own[rate]) / 2]
+    numbers = "; ".join(f"{rate}: {text_of(own[rate])} against {text_of(without[rate])} %" for rate in own)
+    return SEEN if down else NOT_SEEN, numbers
+
+
+def shares(kind):
+    """(first, last) fifth of the top-4 share over a run on the larger model, each a list by seed: 4 of 256 are 32 of 2,048."""
+    runs = runs_of("ares_spectra")
+    series = [
+        [r["spectral/top_share"] for r in records if "spectral/top_share" in r]
+        for _, records in sorted(runs[f"larger: {kind}"].items())
+    ]
+    fifth = max(1, len(series[0]) // 5)
+    return [statistics.mean(s[:fifth]) for s in series], [statistics.mean(s[-fifth:]) for s in series]
+
+
+@claim(
+    "ares-share-rises",
+    "The share of a gradient's energy in its 32 largest directions rises over RLVR",
+    ARTICLE,
+    "ares_spectra",
+)
+def _():
+    first, last = shares("RLVR")
+    return rises(differences([(first, last)])), f"{text_of(first)} -> {text_of(last)} (4 of 256 directions)"
+
+
+@claim("ares-share-random", "It rises more than with a random reward", ARTICLE, "ares_spectra")
+def _():
+    own, random = (differences([shares(kind)]) for kind in ("RLVR", "random reward"))
+    return rises(differences([(random, own)])), f"rise {text_of(own)} against {text_of(random)}"
+
+
+@claim("ares-share-sft", "It is larger under RLVR than under SFT", ARTICLE, "ares_spectra")
+def _():
+    own, sft = shares("RLVR")[1], shares("SFT")[1]
+    return rises(differences([(sft, own)])), f"at the end {text_of(own)} against {text_of(sft)}"
+
+
 # ---------------------------------------------------------------- the table
 
-BEGIN, END = "<!-- claims: written by results/reproduce.py table -->", "<!-- end of claims -->"
+RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, report)
+    "grpo_tokenclip.py": (
+        "GRPO (arXiv:2402.03300), GradLoc blog (Tencent Hunyuan, 2026-02)",
+        "mask tokens and drop sequences whose log-probs disagree between the training and the inference engine; explain every spike",
+        ("gradloc", "tokenclip", "seqclip"), "gradloc",
+    ),
+    "minirl_sync.py": (
+        "MiniRL (arXiv:2512.01374), R3 (arXiv:2510.11370), R2 (GSPO, arXiv:2507.18071)",
+        "token weights pi_theta/mu, a clip decided by pi_theta/pi_old, and on a MoE the experts of the sampling pass replayed in training",
+        ("minirl", "r3"), "minirl",
+    ),
+    "minirl_async_r3.py": (
+        "MiniRL, R3; decoupled PPO (arXiv:2110.00641)",
+        "the same loss on rollouts made ahead of time: staleness bounded, measured and corrected",
+        ("async",), "async",
+    ),
+    "dsv32_stable.py": (
+        "DeepSeek-V3.2 (arXiv:2512.02556, section 3.1) and its deployment guide",
+        "unbiased KL, off-policy sequence mask, keep routing, keep sampling mask, each a switch; a guard that alerts and rolls back",
+        ("dsv32",), "dsv32",
+    ),
+    "ares_dapo.py": (
+        "Ares (an article, 2026), DAPO (arXiv:2503.14476), RLOO, REINFORCE++, GDPO",
+        "AdamW on the leading singular directions of each gradient matrix, their number read from the spectrum's entropy",
+        ("ares",), "ares",
+    ),
+}  # fmt: skip
 
 
 def made():
@@ -401,12 +681,12 @@ def made():
 
 
 def tables():
-    """(the lines of claims.md, the lines of README's summary)."""
-    entries, rows, counts = made(), [], {}
+    """{"claims": lines of claims.md, "summary": the line under README's table, "recipes": README's table}."""
+    entries, rows, verdicts = made(), [], {}
     for row in CLAIMS:
         verdict, numbers = row.judge()
         entry = entries[row.evidence]
-        counts.setdefault(row.id.split("-")[0], []).append(verdict)
+        verdicts[row.id] = verdict
         cells = [row.id, row.statement, row.source, f"**{verdict}**", numbers, f"`{entry['command']}`"]
         rows.append("| " + " | ".join([*cells, str(entry["minutes"]), entry["seeds"]]) + " |")
     head = [
@@ -415,22 +695,59 @@ def tables():
     ]
     when = [f"| `{e['command']}` | {e['commit']} | {e['date']} |" for e in entries.values()]
     full = [*head, *rows, "", "| evidence | commit | date |", "|---|---|---|", *when]
-    verdicts = [v for vs in counts.values() for v in vs]
-    short = [
-        f"{len(rows)} claims: {', '.join(f'{verdicts.count(v)} {v}' for v in (SEEN, NOT_SEEN, OPPOSITE))}. "
-        "[All of them](results/claims.md), with numbers and commands; a test works the verdicts out again."
+    summary = [
+        f"{len(rows)} claims of the papers and of our own: {tally(verdicts.values())}. [All of them](results/claims.md), with numbers, "
+        "commands, commits and dates; a test works the verdicts out again from the evidence."
     ]
-    return full, short
+    return {"claims": full, "summary": summary, "recipes": recipe_table(entries, verdicts)}
 
 
-def fill(text, lines, name):
-    """Replaces what lies between the two marks. ValueError where a mark is missing."""
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{name} has lost its marks {BEGIN} ... {END}: put them back where the claims belong")
-    return text.split(BEGIN)[0] + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + text.split(END)[1]
+def tally(verdicts):
+    verdicts = list(verdicts)
+    return ", ".join(f"{verdicts.count(v)} {v}" for v in (SEEN, NOT_SEEN, OPPOSITE) if v in verdicts)
+
+
+def recipe_table(entries, verdicts):
+    runs, date = runs_of("defaults"), entries["defaults"]
+    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | claims |"
+    yield "|---|---|---|---|---|"
+    for name, (papers, idea, ids, report) in RECIPES.items():
+        by_seed = runs[name.removesuffix(".py")]
+        before = [100 * next(r["eval/accuracy"] for r in by_seed[s] if "eval/accuracy" in r) for s in sorted(by_seed)]
+        end = after(runs, name.removesuffix(".py"))
+        updates = max(r["step"] for r in by_seed[0])
+        minutes = statistics.mean(date["arm_minutes"][name.removesuffix(".py")])
+        own = [v for i, v in verdicts.items() if i.split("-")[0] in ids]
+        gain = f"{statistics.mean(before):.0f} % -> {text_of(end)} % held-out in {updates} updates"
+        cost = f"{minutes:.1f} minutes of one core ({len(end)} seeds)"
+        yield f"| [{name}](recipes/{name}) | {papers} | {idea} | {gain}, {cost} | [{tally(own)}](results/{report}/report.md) |"
+
+
+MARKS = {
+    name: (f"<!-- {name}: written by results/reproduce.py table -->", f"<!-- end of {name} -->")
+    for name in ("claims", "summary", "recipes")
+}
+
+
+def fill(text, name, lines, where):
+    """Replaces what lies between the two marks of `name`. ValueError where a mark is missing."""
+    begin, end = MARKS[name]
+    if begin not in text or end not in text:
+        raise ValueError(f"{where} has lost its marks {begin} ... {end}: put them back where the table belongs")
+    return text.split(begin)[0] + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + text.split(end)[1]
+
+
+def written():
+    """{path: text} of the files that hold the tables, as they should be."""
+    lines = tables()
+    page, readme = RESULTS / "claims.md", RESULTS.parent / "README.md"
+    text = fill(readme.read_text(), "recipes", lines["recipes"], readme.name)
+    return {
+        page: fill(page.read_text(), "claims", lines["claims"], page.name),
+        readme: fill(text, "summary", lines["summary"], readme.name),
+    }
 
 
 def write():
-    """results/claims.md and README's part."""
-    for path, lines in zip((RESULTS / "claims.md", RESULTS.parent / "README.md"), tables(), strict=True):
-        path.write_text(fill(path.read_text(), lines, path.name))
+    for path, text in written().items():
+        path.write_text(text)

@@ -20,12 +20,14 @@ sys.path.insert(0, str(REPO))
 from results import claims  # noqa: E402
 from results.claim_ares import ares, ares_spectra  # noqa: E402
 from results.claim_async import async_, async_time  # noqa: E402
+from results.claim_defaults import defaults  # noqa: E402
 from results.claim_dsv32 import dsv32  # noqa: E402
 from results.claim_gradloc import gradloc, grpo_tokenclip  # noqa: E402
 from results.claim_minirl import minirl, minirl_push  # noqa: E402
 from results.running import record  # noqa: E402
 
 RUNS = {  # name -> (what it is, the function that runs its arms)
+    "defaults": ("every recipe as it starts with no flag: 5 arms", defaults),
     "grpo_tokenclip": ("TokenClip and SeqClip on the embedded default: 3 arms", grpo_tokenclip),
     "gradloc": ("the ladder of treatments on runs that spike and collapse: 7 arms x 5 seeds", gradloc),
     "minirl": ("MiniRL's ablations on the tiny MoE, three cold starts: 26 arms", minirl),
@@ -36,7 +38,7 @@ RUNS = {  # name -> (what it is, the function that runs its arms)
     "async_time": ("seconds of an update at each staleness, on an idle machine: 4 arms", async_time),
     "async": ("staleness 0 to 16, replay and clip: 28 arms", async_),
     "dsv32": ("DeepSeek-V3.2's mechanisms one by one on the tiny MoE: 20 arms", dsv32),
-    "ares": ("8 optimizers at 4 learning rates, ablations, estimators: 49 arms", ares),
+    "ares": ("8 optimizers at 4 to 6 learning rates, ablations, estimators: 57 arms", ares),
     "ares_spectra": ("spectra of the gradient: verifiable reward, random reward, SFT", ares_spectra),
 }
 SCRIPTS = {  # name -> (what it is, command, what --quick adds or takes instead)

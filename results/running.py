@@ -31,7 +31,7 @@ PRELOADED = ["rlvr_common", "gradloc_report", "stability", "async_rollout", "are
 KEPT = (
     "reward", "eval/accuracy", "entropy", "grad_norm", "mismatch/k1", "mismatch/k3", "mismatch/extreme_frac", "omega/max",
     "rho/p01", "rho/p99", "token_clip/masked_frac", "seq_clip/masked_frac", "completions/mean_length", "ratio/max",
-    "accuracy", "ares/rank/mean", "spectral/top_share",
+    "accuracy", "ares/rank/mean", "spectral/top_share", "spectral/rank_0.9", "spectral/entropy_rank", "async/staleness/p50",
     "gradloc/top1_share", "gradloc/certificate", "layer_clip/corr_mean", "layer_clip/corr_min", "layer_clip/clipped_frac",
     "minirl/masked_frac", "minirl/truncated_frac", "routing/rollout_agreement", "routing/old_agreement", "ratio/p99",
     "mismatch/mean", "kl", "off_policy_mask/masked_frac", "support/agreement", "support/rollout_kept_mass", "guard/level",
@@ -68,8 +68,8 @@ def run_arm(recipe, name, options, seed, folder):
 def run_arms(claim, arms, seeds, steps, out, jobs, recipe="grpo_tokenclip", every=1):
     """Every arm with every seed -> {arm: {seed: (records, minutes)}} and the folder of the runs.
 
-    Writes metrics.jsonl, with the mean of each metric over `every` steps. After an interruption the runs that ended are
-    read from runs/reproduce/<claim>, as long as arms and code are those of the commit that made them.
+    recipe: the one of all arms, or {arm: recipe}. Writes metrics.jsonl, with the mean of each metric over `every` steps. After an
+    interruption the runs that ended are read from runs/reproduce/<claim>, as long as arms and commit are the same.
     """
     out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(
@@ -88,7 +88,8 @@ def run_arms(claim, arms, seeds, steps, out, jobs, recipe="grpo_tokenclip", ever
     with ThreadPoolExecutor(jobs) as pool:
         for seed in seeds:
             for i, (arm, options) in enumerate(arms.items()):
-                waiting[arm, seed] = pool.submit(run_arm, recipe, arm, options, seed, work / f"{i}-{seed}")
+                name = recipe if isinstance(recipe, str) else recipe[arm]
+                waiting[arm, seed] = pool.submit(run_arm, name, arm, options, seed, work / f"{i}-{seed}")
         for (arm, seed), future in waiting.items():
             runs[arm][seed] = future.result()
     with (out / "metrics.jsonl").open("w") as file:
@@ -178,13 +179,20 @@ def fill(path, lines):
     path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
 
 
-def record(name, command, minutes, seeds):
+def record(name, command, minutes, seeds, **more):
     """Writes down when and from what a piece of evidence was made."""
     path = RESULTS / "made.json"
     entries = json.loads(path.read_text()) if path.exists() else {}
     git = ["git", "-C", str(RESULTS), "log", "-1", "--format=%h %cs"]
     commit, date = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split()
-    entries[name] = {"command": command, "minutes": round(minutes), "seeds": seeds, "commit": commit, "date": date}
+    entries[name] = {
+        "command": command,
+        "minutes": round(minutes),
+        "seeds": seeds,
+        "commit": commit,
+        "date": date,
+        **more,
+    }
     path.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
@@ -203,6 +211,13 @@ def write_table(claim, head, rows, runs, seeds, steps, jobs, out, more=()):
     )
     if steps is None and len(seeds) >= 3:
         minutes = sum(took for by_seed in runs.values() for _, took in by_seed.values()) / jobs
-        record(claim, command, minutes, f"{seeds[0]}-{seeds[-1]}")
+        took = {arm: [round(minutes, 2) for _, minutes in by_seed.values()] for arm, by_seed in runs.items()}
+        record(
+            claim,
+            command,
+            minutes,
+            f"{seeds[0]}-{seeds[-1]}",
+            **({"arm_minutes": took} if claim == "defaults" else {}),
+        )
     print("\n".join(lines))
     print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(runs)}))

@@ -61,14 +61,22 @@ class _Aborted(Exception):
 class MockVLLM:
     """Context manager: a server on a loopback port, `.url`.
 
+    masks     record sampling masks, and so refuse requests without top_k, as the real one does
     faults    what happens to the next generate requests, one word each: drop | cut | garbage | 500 | hang | ok
     requests  the paths that came, in order
     """
 
     def __init__(
-        self, folder, seed=0, routes=False, keeps_linear=False, logprobs_mode="processed_logprobs", **settings
+        self,
+        folder,
+        seed=0,
+        routes=False,
+        masks=False,
+        keeps_linear=False,
+        logprobs_mode="processed_logprobs",
+        **settings,
     ):
-        self.folder, self.keeps_linear, self.routes = str(folder), keeps_linear, routes
+        self.folder, self.keeps_linear, self.routes, self.masks = str(folder), keeps_linear, routes, masks
         self.settings = {
             "dev": True,
             "scale_out": True,
@@ -96,8 +104,9 @@ class MockVLLM:
         config = self.model.config
         self.shape = routing_shape(self.model)
         self.engine = TransformersEngine(
-            self.model, config.eos_token_id, config.pad_token_id, seed=self.seed, record_routes=self.routes
-        )
+            self.model, config.eos_token_id, config.pad_token_id, seed=self.seed, record_routes=self.routes,
+            record_support=self.masks,
+        )  # fmt: skip
         self.labels, self.aborting, self.running = ["default"], False, 0
         self.sampling, self.turn = threading.Lock(), threading.Lock()  # one generation; one token of it, or a reload
         self.open, self.state, self.sockets = threading.Event(), threading.Condition(), []
@@ -178,12 +187,17 @@ class MockVLLM:
             return 200, {"object": "list", "data": [{"id": "tiny", "max_model_len": 128}]}
         if path == "/inference/v1/generate":
             return self.generate(body) if self.settings["scale_out"] else (403, {"error": "scale-out is disabled"})
+        if path == "/version":
+            return 200, {"version": "0.32.0"}
         if not self.settings["dev"]:
             return 404, {"detail": "Not Found"}
         return getattr(self, path.strip("/"))(query, body)
 
     def server_info(self, query, body):
-        model = {"dtype": self.settings["dtype"], "logprobs_mode": self.logprobs_mode, "quantization": None}
+        model = {
+            "model": self.folder, "dtype": self.settings["dtype"], "logprobs_mode": self.logprobs_mode, "quantization": None,
+            "return_sampling_mask": self.masks,
+        }  # fmt: skip
         return 200, {"vllm_config": {"model_config": model}}
 
     def weight_info(self, query, body):
@@ -227,6 +241,8 @@ class MockVLLM:
 
     def generate(self, body):
         self.bodies.append(body)
+        if self.masks and not body["sampling_params"].get("top_k", 0) > 0:
+            return 400, {"error": {"message": "sampling distribution replay requires top_k > 0"}}
         scoring = body["sampling_params"].get("prompt_logprobs") is not None
         fault = self.faults.popleft() if self.faults and not scoring else "ok"
         if fault == "drop":
@@ -270,6 +286,7 @@ class MockVLLM:
             try:
                 made = self.engine.generate(
                     [prompt] * n, limit, sequence_ids=seeds, temperature=sampling.get("temperature", 1.0),
+                    **{name: sampling[name] for name in ("top_k", "top_p", "min_p") if name in sampling},
                     between_tokens=self.between_tokens,
                 )  # fmt: skip
             except _Aborted:
@@ -295,10 +312,15 @@ class MockVLLM:
                     "index": i, "token_ids": ids, "finish_reason": "stop" if made.finished[i] else "length",
                     "weight_versions": spans, "logprobs": {"content": content},
                     "routed_experts": npy_base64(made.routes[i].numpy()) if self.routes else None,
+                    "sampling_mask": self.mask_rows(*made.support[i]) if self.masks else None,
                 }
             )  # fmt: skip
         choices.reverse()  # the order is not promised, the index is
         return RECORDED | {"choices": choices, "prompt_logprobs": scores}
+
+    @staticmethod
+    def mask_rows(ids, offsets):
+        return [ids[start:end].tolist() for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
 
     @torch.no_grad()
     def score(self, prompt):

@@ -528,6 +528,42 @@ def test_half_precision_weights_move_by_less_than_their_spacing():
     assert (half[0].float() - 1).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("step", ["literal", "projected"])
+def test_how_weights_and_gradients_lie_in_memory_does_not_matter(step):
+    """Torch's fused AdamW reads memory in its own order: transposed and strided tensors would get each other's updates."""
+
+    def trained(lay):
+        weight, generator = (
+            torch.randn(20, 12, generator=torch.Generator().manual_seed(0)),
+            torch.Generator().manual_seed(1),
+        )
+        stack, table = torch.stack([weight, -weight]), weight[:, :5]
+        shapes = [lay(x, True) for x in (weight, stack, table)]
+        ps = [nn.Parameter(x) for x in shapes]
+        optimizer = Ares([{"params": ps[:2]}, {"params": ps[2:], "spectral": False}], lr=1e-2, rank_max=4, step=step)
+        for _ in range(3):
+            for p in ps:
+                p.grad = lay(torch.randn(p.shape, generator=generator), False)
+            optimizer.step()
+        return [p.detach() for p in ps]
+
+    def turned(x):
+        return x.mT.contiguous().mT
+
+    def gaps(x):
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+    plain = trained(lambda x, weight: x.contiguous())
+    for other in (
+        lambda x, weight: turned(x),
+        lambda x, weight: turned(x) if weight else x.contiguous(),
+        lambda x, weight: x.contiguous() if weight else turned(x),
+        lambda x, weight: gaps(x),
+    ):
+        for a, b in zip(trained(other), plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 def test_closure_zero_grad_schedulers_and_missing_gradients():
     weight, idle = parameters([(30, 20), (30, 20)])
     optimizer = Ares([weight, idle], lr=0.1, rank_max=4)

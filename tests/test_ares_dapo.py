@@ -1,6 +1,5 @@
 """The ares_dapo recipe: advantages, rewards, dynamic sampling, optimizers, resume, the spectral monitor, refusals."""
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -13,6 +12,7 @@ import yaml
 from test_distributed import FSDP2
 from trl import RLOOConfig, RLOOTrainer
 
+import stability
 from ares import Ares, spectral_stats
 from ares_dapo import (
     AccuracyReward,
@@ -20,11 +20,11 @@ from ares_dapo import (
     AresDAPOTrainer,
     decoupled_advantages,
     leave_one_out,
-    make_optimizer,
     overlong_penalty,
 )
+from optimizers import make_optimizer
 from rlvr_common import group_advantages, refuse_unused
-from spectral_monitor import gradient_spectra, matrix_type, read_spectra
+from spectral_monitor import directions, gradient_spectra, matrix_type, read_spectra, summary
 from training import (
     MODEL,
     REPO,
@@ -40,9 +40,6 @@ from training import (
 )
 
 NAN = math.nan
-PACKAGE = pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch-optimizer is not installed"
-)
 
 
 def digits(completions, solution=None, **kwargs):
@@ -237,6 +234,27 @@ def test_dynamic_sampling_fills_the_batch_by_accuracy_and_not_by_the_shaped_rewa
     )  # float32 engine: samples, tokens and log-probs belong together
 
 
+def test_dynamic_sampling_keeps_the_sampling_mask_and_the_stage(tmp_path):
+    """What is replayed travels with the groups that a refill keeps; a stage narrows the batch before it is filled."""
+    seen = []
+
+    class Watched(AresDAPOTrainer):
+        def score(self, model, inputs):
+            seen.append(len(inputs["advantages"]))
+            return super().score(model, inputs)
+
+    changes = {"top_k": 4, "keep_sampling_mask": True, "guard": "warn", "guard_stages": "small:1,full"}
+    trainer = make(tmp_path, dynamic_sampling=True, per_device_train_batch_size=16, max_steps=2, **changes)
+    trainer.__class__ = Watched
+    stability.train(trainer)
+    assert seen == [4, 16]
+    for record in (r for r in trainer.state.log_history if "loss" in r):
+        assert record["support/replayed_frac"] == 1 and record["mismatch/mean"] == pytest.approx(1, abs=1e-4)
+    control = make(tmp_path / "sft", mode="sft", top_k=4, keep_sampling_mask=True, max_steps=1)
+    control.train()
+    assert control.state.log_history[0]["support/replayed_frac"] == 1
+
+
 def test_dynamic_sampling_gives_up_with_advantage_zero(tmp_path):
     def verifier(completions, solution, **kwargs):
         return [1.0] * len(completions)
@@ -268,9 +286,9 @@ def test_resume_is_bit_for_bit(tmp_path, dynamic):
 def test_gradloc_looks_and_ares_steps_as_if_it_had_not(tmp_path, step):
     """GradLoc moves weights and gradients on its way and puts them back; Ares must not see it. LayerClip and the global clip in between."""
     options_ = {"ares_step": step, "max_steps": 3, "layer_clip": True, "max_grad_norm": 0.05}
-    plain = make(tmp_path / "plain", **options_)
+    plain = make(tmp_path / "plain", **options_)  # each made just before it trains: that is where the seed is set
     plain.train()
-    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)  # only now: it seeds everything
+    watched = make(tmp_path / "watched", gradloc="directional", gradloc_every=1, **options_)
     watched.train()
     assert equal(weights(plain), weights(watched))
     states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (plain, watched)]
@@ -292,9 +310,7 @@ def test_sft_raises_the_likelihood_of_right_samples_of_the_first_weights(tmp_pat
     assert trainer._loss_mask(batch).sum(1).tolist() == [4, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "method", ["sgd", "rmsprop", pytest.param("muon", marks=PACKAGE), pytest.param("galore", marks=PACKAGE)]
-)
+@pytest.mark.parametrize("method", ["sgd", "rmsprop", pytest.param("muon"), pytest.param("galore")])
 def test_baselines_train_and_resume(tmp_path, method):
     changes = {"optim_method": method, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "algorithm": "grpo"}
     whole = make(tmp_path / "whole", **changes)
@@ -306,7 +322,18 @@ def test_baselines_train_and_resume(tmp_path, method):
     assert equal(weights(whole), weights(rest))
 
 
-@PACKAGE
+@pytest.mark.parametrize("method", ["muon", "galore"])
+def test_a_baseline_for_matrices_takes_no_stack_of_experts(method):
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 8)])})
+    model["layers"][0].experts = torch.nn.Parameter(torch.zeros(3, 8, 6))
+    args = SimpleNamespace(
+        optim_method=method, weight_decay=0.0, learning_rate=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
+        rank_max=2, momentum=None, galore_gap=1, galore_scale=1.0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"--optim_method {method} .*layers.0.experts is a stack of experts"):
+        make_optimizer(model, args)
+
+
 def test_muon_is_torchs_muon_on_the_matrices():
     weight, twin = (torch.nn.Parameter(torch.ones(8, 6)) for _ in range(2))
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Module()])})
@@ -347,7 +374,7 @@ def test_adapters_train(tmp_path):
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown"),
         ({"optim_method": "lion"}, "--optim_method lion is unknown"),
         ({"optim_method": "adamw", "rank_max": 8}, "--rank_max 8 is set, but --optim_method adamw never reads it"),
-        ({"optim": "sgd"}, "choose with --optim_method"),
+        ({"optim": "sgd"}, "--optim sgd is not read beside --optim_method ares"),
         ({"algorithm": "rloo", "aggregation": "token_mean"}, "one ratio a sequence"),
         ({"mode": "sft", "reward": "random"}, "right and wrong only"),
         ({"mode": "sft", "dynamic_sampling": True}, "remove --dynamic_sampling"),
@@ -356,14 +383,10 @@ def test_adapters_train(tmp_path):
         ({"max_sampling_rounds": 0}, "at least 1"),
         ({"spectral_every": -1}, "--spectral_every -1"),
         ({"spectral_top": 8}, "spectral is off"),
-        ({"rank_ema": 1.5}, None),
+        ({"rank_ema": 1.5}, "--rank_ema 1.5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, changes, sentence):
-    if sentence is None:
-        with pytest.raises(ValueError, match="Ares rank_ema=1.5"):
-            make(tmp_path, **changes)
-        return
     with pytest.raises(ValueError, match=sentence):
         AresDAPOConfig(**options(tmp_path, **changes))
 
@@ -423,7 +446,9 @@ def test_the_monitor_sees_the_gradient_before_any_clip(tmp_path):
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
         wanted = spectral_stats(seen[name], top=3)
         for key, value in lines[0]["matrices"][name].items():
-            assert value == pytest.approx(wanted[key], abs=1e-6)
+            assert value == pytest.approx(wanted[key.replace("_0.", "@0.")], abs=1e-6)
+    shared = {f"spectral/{key}" for key in lines[0]["matrices"][name]} & set(trainer.state.log_history[0])
+    assert len(shared) == 5  # the file and the metrics use the same names
     assert (tmp_path / "spectral.png").stat().st_size > 10_000
     records = [r for r in trainer.state.log_history if "loss" in r]
     mean = sum(m["top_share"] for m in lines[0]["matrices"].values()) / 28
@@ -443,6 +468,29 @@ def test_the_monitor_treats_experts_one_by_one_and_marks_what_is_broken():
     assert spectra["layers.0.proj.weight"] is None
     wanted = (spectral_stats(stack[0], 2)["top_share"] + spectral_stats(stack[2], 2)["top_share"]) / 2
     assert spectra["layers.0.experts"]["top_share"] == pytest.approx(wanted)
+    names = {
+        name.removeprefix("spectral/") for name in summary(spectra)
+    }  # one name, in the metrics and in spectral.jsonl
+    assert (
+        names == {"top_share", "entropy_rank", "rank_0.5", "rank_0.7", "rank_0.9"} <= set(spectra["layers.0.experts"])
+    )
+
+
+@pytest.mark.parametrize(("sides", "top"), [((96, 64), 2), ((2048, 1024), 32), ((4096, 4096), 32), ((96, 8), 1)])
+def test_the_top_share_is_of_few_of_the_directions_that_a_matrix_has(sides, top):
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(*sides, bias=False, device="meta")])})
+    assert directions(model) == top
+
+
+def test_a_statistic_that_one_matrix_lacks_is_left_out_of_the_mean():
+    """Of a matrix above 2048 the sketch gives no entropy rank, and no rank for a level it does not reach: a mean of those is no number,
+    and the guard would take it for a broken run."""
+    whole, flat = (
+        {key.replace("@", "_"): value for key, value in spectral_stats(torch.eye(40), top=2, **options).items()}
+        for options in ({}, {"exact": False, "sketch": 8})
+    )
+    assert math.isinf(flat["rank_0.9"]) and math.isnan(flat["entropy_rank"])
+    assert summary({"a": whole, "b": flat, "c": None}) == {"spectral/top_share": pytest.approx(0.05)}
 
 
 def test_matrix_types():

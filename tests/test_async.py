@@ -1,5 +1,7 @@
 """Rollouts ahead of time: the bound, the order, equality with the synchronous recipe, resume, pushes in mid-generation."""
 
+import functools
+import json
 import math
 import os
 import random
@@ -17,17 +19,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_minirl import load, logged, planted_batch
+from transformers import TrainerCallback
 
 import async_rollout
+import stability
 from async_rollout import Ahead, AsyncEngine, AsyncTrainer, Buffer, Group, Timeline, is_stale, join, split
 from engine_process import EngineProcess, _Worker, receive_weights, send_weights
+from guard_drills import DropUpdate, events, faulty
 from minirl_async_r3 import MiniRLAsyncConfig, MiniRLAsyncTrainer
 from minirl_sync import MiniRLTrainer
 from rlvr_report import read_metrics
 from rollout import Rollout, TransformersEngine, copy_weights
+from stability import GuardHalt
+from support import join_support, support_logps
 from training import MODEL, REPO, equal, make_async, make_minirl, options, save_moe, weights
 
 FP8 = {"rollout_dtype": "fp8"}
+MASK = {"top_k": 6, "top_p": 0.9, "keep_sampling_mask": True}
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
 
 
@@ -76,6 +84,9 @@ class FakeEngine:
             raise OSError("the engine broke")
         n = len(prompt_ids)
         return Rollout(prompt_ids, [[i] for i in sequence_ids], [[0.0]] * n, [True] * n, [version] * n)
+
+    def describe(self):
+        return {"version": self.version}
 
     def close(self):
         self.closed = True
@@ -213,6 +224,49 @@ def test_generate_waits_for_its_turn_and_passes_options_on():
     assert answer.version == [4, 4] and answer.completion_ids == [[8], [9]]
 
 
+def test_describe_waits_for_its_turn():
+    inner = FakeEngine()
+    with closing(AsyncEngine(inner)) as engine:
+        inner.push_gate.clear()
+        engine.push_weights("weights", 4)
+        threading.Timer(0.05, inner.push_gate.set).start()
+        assert engine.describe() == {"version": 4}
+
+
+def test_what_was_asked_for_is_taken_back_and_pushes_still_arrive():
+    inner = FakeEngine()
+    with closing(AsyncEngine(inner)) as engine:
+        done = a_group(name=9)
+        engine.ask([done], 4)
+        while not engine.buffer.finished():
+            threading.Event().wait(0.001)
+        inner.gate.clear()
+        for version in range(1, 4):  # the first generation is under way, the others wait, pushes between them
+            engine.ask([a_group(name=version)], 4)
+            engine.push_weights("weights", version)
+        assert inner.started.acquire(timeout=10) and inner.started.acquire(timeout=10)
+        threading.Timer(0.05, inner.gate.set).start()
+        engine.discard()
+        assert len(engine.buffer) == engine.buffer.finished() == 0
+        assert [job[0] for job in inner.log] == ["generate", "generate", "push", "push", "push"] and inner.version == 3
+        engine.ask([a_group(name=5)], 4)
+        taken, _ = engine.buffer.take(1, now=3, max_staleness=0)
+        assert [group.sequence_ids for group in taken] == [[10, 11]]
+
+
+def test_taking_back_from_an_engine_that_broke_says_so():
+    inner = FakeEngine()
+    with closing(AsyncEngine(inner)) as engine:
+        inner.gate.clear()
+        bad = a_group()
+        bad.sequence_ids = ["bad"]
+        engine.ask([bad], 4)
+        assert inner.started.acquire(timeout=10)
+        threading.Timer(0.05, inner.gate.set).start()
+        with pytest.raises(OSError, match="the engine broke"):
+            engine.discard()
+
+
 def test_an_error_of_the_engine_reaches_everybody_and_nothing_hangs():
     inner = FakeEngine()
     with closing(AsyncEngine(inner)) as engine:
@@ -344,6 +398,24 @@ def test_a_schedule_is_saved_with_everything_that_was_asked_for():
         assert fresh.recycled == whole.recycled and fresh.cursor == whole.cursor
 
 
+def test_a_stage_leaves_groups_out_and_a_sampling_is_used_as_it_was_asked_for():
+    """Two samplings ahead: one group of four, then two, then all; each stage shows two samplings later, at its own length."""
+    inner, stage = FakeEngine(), [(1, 2)]
+    limits = []
+    generate = inner.generate
+    inner.generate = lambda ids, limit, **options: (limits.append(limit), generate(ids, limit, **options))[1]
+    first, second = (a_schedule(inner, 2, stage=lambda: stage[0]) for _ in range(2))
+    schedule, used = first, []
+    with closing(first.engine), closing(second.engine):
+        for now, stage[0] in enumerate([(1, 2), (1, 2), (2, 3), (4, 4), (4, 4), (4, 4)]):
+            if now == 4:  # a resumed run knows the sizes of what its buffer holds
+                second.load_state_dict(first.state_dict())
+                schedule = second
+            used.append([group.row["prompt"] for group in consume(schedule, now)])
+        schedule.engine.buffer.drained()
+    assert used == [[0], [4], [8], [12], [16, 17], [20, 21, 22, 23]] and limits == [2, 2, 2, 2, 3, 4, 4, 4]
+
+
 def test_two_ranks_share_the_stream_of_one():
     """Rank r takes its part of each global sampling: rows and random streams are those of one process."""
 
@@ -395,6 +467,7 @@ def engines(moe):
     model = load(moe)
     eos, pad = model.config.eos_token_id, model.config.pad_token_id
     build = {"eos_token_ids": eos, "pad_token_id": pad, "seed": 1, "record_routes": True, "rollout_dtype": "fp8"}
+    build["record_support"] = True
     moved = load(moe)
     with torch.no_grad():
         for p in moved.parameters():
@@ -418,6 +491,10 @@ def test_a_process_samples_what_the_engine_samples(engines):
     answer = apart.generate(PROMPTS, 9, **SAMPLE)
     assert_same(answer, here.generate(PROMPTS, 9, **SAMPLE))
     assert answer.version == [3] * 3 and apart.state_dict() == here.state_dict()
+    cut = [engine.generate(PROMPTS, 9, top_k=5, top_p=0.9, **SAMPLE) for engine in (apart, here)]
+    assert_same(*cut)  # the mass that was kept included
+    assert equal(cut[0].support, cut[1].support) and 0 < min(map(min, cut[0].kept_mass)) < 0.99
+    assert apart.describe() == here.describe() and apart.describe()["top_k"] == 5
     apart.load_state_dict(apart.state_dict())
     with pytest.raises(ValueError, match="^prompt 0 has no token"):
         apart.generate([[]], 3)
@@ -508,7 +585,8 @@ def recording(base):
     class Recording(base):
         def _compute_loss(self, model, inputs):
             self.seen = getattr(self, "seen", [])
-            self.seen.append((self.state.global_step, {k: v.clone() for k, v in inputs.items() if torch.is_tensor(v)}))
+            kept = {k: v.clone() for k, v in inputs.items() if torch.is_tensor(v)}
+            self.seen.append((self.state.global_step, kept | {"support": inputs.get("support")}))
             self.starts = getattr(self, "starts", {})
             self.starts.setdefault(self.state.global_step, weights(self))
             return super()._compute_loss(model, inputs)
@@ -536,8 +614,8 @@ def trained(make, folder, model, base, **changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"num_minibatches": 2, "routing_replay": "r3"}],
-    ids=["on_policy", "r3"],
+    [pytest.param({}, marks=pytest.mark.slow), {"num_minibatches": 2, "routing_replay": "r3"} | MASK],
+    ids=["on_policy", "r3_and_mask"],
 )
 def test_with_staleness_0_a_run_is_the_synchronous_one_bit_for_bit(moe, tmp_path, changes):
     changes = {"max_steps": 4, **FP8, **SGD, **changes}
@@ -547,7 +625,7 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_for_bit(moe, tmp_path
     a, b = logged(sync), logged(apart, skip="async/")
     assert a == b and len(a) == 4
     for (_, x), (_, y) in zip(sync.seen, apart.seen, strict=True):
-        assert equal(x, y)
+        assert equal(x, y) and (x["support"] is None) == ("top_k" not in changes)
     assert logged(apart)[0]["async/staleness/max"] == 0
     assert apart.engine.engine._process.poll() is not None  # `trained` closed it: no process is left
 
@@ -587,7 +665,7 @@ def test_a_full_buffer_is_resumed_bit_for_bit(moe, tmp_path, in_process):
         "save_strategy": "steps",
         "save_steps": 3,
     }
-    changes |= FP8 | {"per_device_train_batch_size": 8, "max_steps": 6}
+    changes |= FP8 | MASK | {"per_device_train_batch_size": 8, "max_steps": 6}
     whole = trained(make_async, tmp_path / "whole", moe, MiniRLAsyncTrainer, **changes)
     checkpoint = tmp_path / "whole" / "checkpoint-3"
     state = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)["own"]
@@ -618,6 +696,120 @@ def test_a_lower_bound_after_a_resume_samples_stale_groups_again(moe, tmp_path, 
     assert sum(r["async/stale_groups"] for r in logged(rest)[3:]) == rest.ahead.stale
 
 
+def test_sets_and_log_probs_of_a_stale_sample_are_those_of_the_weights_that_sampled_it(moe, tmp_path, in_process):
+    changes = {"max_steps": 4, "save_strategy": "no"} | SGD | MASK
+    trainer = trained(make_async, tmp_path, moe, MiniRLAsyncTrainer, max_staleness=2, **changes)
+    model = load(moe)
+    for step, x in trainer.seen:
+        model.load_state_dict(trainer.starts[max(0, step - 2)], strict=False)
+        width = x["completion_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.cat([x["prompt_ids"], x["completion_ids"]], 1),
+                attention_mask=torch.cat([x["prompt_mask"], x["completion_mask"]], 1),
+            ).logits[:, -width - 1 : -1]
+        counts = x["completion_mask"].bool()
+        ids = torch.where(counts, x["completion_ids"], 0)
+        wanted = support_logps(logits, ids, join_support(x["support"], width))
+        torch.testing.assert_close(x["sampling_per_token_logps"][counts], wanted[counts], atol=2e-4, rtol=1e-4)
+    records = logged(trainer)
+    assert all(r["support/replayed_frac"] == 1 and r["support/rollout_kept_mass"] < 0.99 for r in records)
+    assert records[0]["support/agreement"] == pytest.approx(1, abs=1e-4) and records[3]["support/agreement"] < 0.9999
+    assert records[0]["mismatch/mean"] == pytest.approx(1, abs=1e-4)
+
+
+# --- under the guard ---------------------------------------------------------------------------------------------------
+
+GUARDED = {
+    "guard": "rollback", "guard_k": 1, "guard_bounds": ["grad_norm>1000:warn", "grad_norm>1000:critical:2"], "save_steps": 1,
+    "save_strategy": "steps", "max_steps": 9, "max_completion_length": 8,
+}  # fmt: skip
+BARE = {k: v for k, v in GUARDED.items() if not k.startswith(("guard", "save"))}
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_rollback_takes_back_what_was_sampled_ahead_and_equals_a_clean_run(moe, tmp_path, in_process, bound):
+    """Two spikes, and the alarm that matters after the second: by then the spoilt weights have been pushed and, with staleness,
+    have sampled ahead. The run goes back, and ends as one that left both updates out."""
+    make, changes = functools.partial(make_async, model=moe), {"max_staleness": bound} | MASK
+    with closing(faulty(tmp_path / "a", "spike", (5, 6), make=make, **GUARDED | changes)) as guarded:
+        asked = []
+        ask = guarded.engine.ask
+        guarded.engine.ask = lambda groups, *a, **k: (asked.extend(groups), ask(groups, *a, **k))[1]
+        stability.train(guarded)
+        left = guarded.ahead.state_dict()
+    with closing(faulty(tmp_path / "b", "spike", (5, 6), make=make, **BARE | changes)) as clean:
+        clean.add_callback(DropUpdate(clean, {5, 6}))
+        clean.train()
+        assert equal(left, clean.ahead.state_dict()) and len(left["groups"]) == 2 * bound
+    (back,) = events(tmp_path / "a", "rollback")
+    assert (back["to"], back["skip"]) == (3, [5, 6]) and guarded.state.global_step == 9
+    assert {(e["metric"], e["step"]) for e in events(tmp_path / "a", "alarm")} == {("grad_norm", 5), ("grad_norm", 6)}
+    assert [e["step"] for e in events(tmp_path / "a", "skip")] == [5, 6]
+    assert equal(weights(guarded), weights(clean)) and not equal(weights(clean), load(moe).state_dict())
+    rewards = [[r["reward"] for r in logged(t)][-6:] for t in (guarded, clean)]
+    assert rewards[0] == rewards[1]
+    # what the checkpoint held was not sampled again, what came after it was, by other weights
+    streams = [group.sequence_ids[0] // 4 for group in asked]
+    twice = sorted({s for s in streams if streams.count(s) == 2})
+    assert twice == list(range(2 * (3 + bound), 2 * (6 + bound)))
+
+
+def test_under_the_guard_a_halt_leaves_no_thread_and_names_the_checkpoint(moe, tmp_path, in_process):
+    before = threading.active_count()
+    make = functools.partial(make_async, model=moe, max_staleness=2)
+    with closing(faulty(tmp_path, "nan", 3, make=make, **GUARDED | {"guard": "halt", "max_steps": 4})) as trainer:
+        with pytest.raises(GuardHalt, match=r"step 3: grad_norm is not finite; .*checkpoint-1"):
+            stability.train(trainer)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("the engine broke"), RuntimeError("No space left on device")], ids=["os", "disk"]
+)
+def test_an_engine_that_dies_is_neither_an_anomaly_nor_a_full_disk(moe, tmp_path, monkeypatch, in_process, error):
+    """It dies while it samples ahead, and whoever waits for that is the checkpoint."""
+    generate, calls = InProcess.generate, []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:  # the alignment check, two samplings ahead of the first, and then
+            raise error
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(InProcess, "generate", dying)
+    with closing(make_async(tmp_path, moe, max_staleness=2, **GUARDED)) as trainer:
+        with pytest.raises(type(error), match=str(error)):
+            stability.train(trainer)
+    assert {e.get("kind") for e in events(tmp_path)} == {None, "alignment", "crash"}
+    assert json.loads((tmp_path / "guard.json").read_text())["rollbacks"] == []
+
+
+@pytest.mark.slow
+def test_staged_runs_are_the_synchronous_ones_with_staleness_0(moe, tmp_path, in_process):
+    changes = {
+        "guard": "warn", "guard_stages": "small:1,medium:1,full", "max_steps": 4, "per_device_train_batch_size": 16,
+        "max_completion_length": 16, "guard_bounds": ["guard/effective_batch<-1:warn:10"],
+    }  # fmt: skip
+    runs = []
+    for make, more in ((make_minirl, {}), (make_async, {"max_staleness": 0}), (make_async, {"max_staleness": 1})):
+        with closing(make(tmp_path / str(len(runs)), moe, **changes | more | SGD)) as trainer:
+            sizes = []
+            trainer.add_callback(Sizes(trainer, sizes))
+            stability.train(trainer)
+        runs.append((weights(trainer), sizes))
+    assert equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1] == [4, 8, 16, 16] and runs[2][1] == [4, 4, 8, 16]  # ahead: one sampling later
+
+
+class Sizes(TrainerCallback):
+    def __init__(self, trainer, sizes):
+        self.trainer, self.sizes = trainer, sizes
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.sizes.append(self.trainer._counts["seq_sum"])
+
+
 def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, monkeypatch, in_process):
     def broken(self, *args, **kwargs):
         raise ValueError("no more tokens")
@@ -627,6 +819,14 @@ def test_an_error_in_the_engine_ends_the_run_with_its_sentence(moe, tmp_path, mo
     with closing(make_async(tmp_path, moe)) as trainer, pytest.raises(ValueError, match="no more tokens"):
         trainer.train()
     assert threading.active_count() <= before
+
+
+def test_truncated_sampling_without_the_mask_is_told(moe, tmp_path, in_process):
+    with closing(make_async(tmp_path, moe, top_p=0.7, max_steps=1)) as trainer:
+        with pytest.warns(
+            UserWarning, match="top_p 0.7, .* expect a mismatch pi_old/mu of 0.* add --keep_sampling_mask"
+        ):
+            trainer.train()
 
 
 def test_the_clip_may_look_at_the_sampling_weights():

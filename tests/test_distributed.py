@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_dsv32 import FLOOR, close, make_dsv32, step_values
 
 from rlvr_report import read_metrics
 
@@ -111,3 +112,41 @@ def test_fsdp_that_is_silently_ddp_stops_the_run(tmp_path):
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "asked for distributed type fsdp2, running as ddp" in done.stdout + done.stderr
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+def guard_on_two(kind, folder, *drills):
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(REPO / "tests" / "guard_on_two.py"), kind, str(folder), *drills]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, cwd=folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" agrees")}
+
+
+@pytest.fixture(scope="module")
+def ddp_drills(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drills")
+    return folder, guard_on_two("ddp", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drill", ["nan", "start", "spike", "stale", "full_disk"])
+def test_what_breaks_on_one_of_two_processes_is_seen_by_both(ddp_drills, drill):
+    assert drill in ddp_drills[1]
+
+
+@pytest.mark.slow
+def test_the_guard_rolls_sharded_weights_back(tmp_path):
+    assert guard_on_two("fsdp2", tmp_path, "nan", "start", "full_disk") == {"nan", "start", "full_disk"}
+
+
+@pytest.mark.slow
+def test_the_floor_of_the_sequence_mask_spans_processes(ddp_drills, tmp_path):
+    folder, agreed = ddp_drills
+    assert "floor" in agreed
+    one = make_dsv32(tmp_path, **FLOOR, per_device_train_batch_size=16)
+    one.train()
+    close(torch.load(folder / "floor" / "floor.pt"), step_values(one))

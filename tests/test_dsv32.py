@@ -12,15 +12,29 @@ import pytest
 import torch
 from test_losses import batch as random_batch
 from test_losses import exact, gradient, leaf
-from test_stability import events
 
 import dsv32_stable
 import stability
 from dsv32_stable import DSV32Config, DSV32Trainer, RLStability, gather_dotted
-from rlvr_common import aggregate
+from guard_drills import events
+from rlvr_common import aggregate, sequence_divergence
 from rlvr_launch import REPO
 from stability_control import parse_schedule, scheduled
-from training import MODEL, EngineRollout, history, length_reward, make_stock, options, quiet, tiny_rows, tokenizer
+from training import (
+    MODEL,
+    EngineRollout,
+    equal,
+    history,
+    largest_difference,
+    length_reward,
+    make_stock,
+    options,
+    quiet,
+    save_moe,
+    tiny_rows,
+    tokenizer,
+    weights,
+)
 
 OFF = {"consistency": {"keep_routing": False, "keep_sampling_mask": False}}
 PLAIN = {
@@ -61,7 +75,8 @@ class Stub(DSV32Trainer):
         self.b, self.ref, self.beta = b, ref, beta
         self.epsilon_low = self.epsilon_high = 0.2
         self.args = SimpleNamespace(block=RLStability.read(block), schedule=None, aggregation="seq_mean_token_mean")
-        self.tracked = {}
+        self.tracked, self.step_inputs = {}, [None]
+        self.accelerator = SimpleNamespace(gather=lambda x: x, process_index=0)
 
     def score(self, model, inputs):
         return SimpleNamespace(
@@ -128,6 +143,96 @@ def test_the_sequence_mask_touches_the_policy_term_and_no_denominator():
         "off_policy_mask/masked_frac"
     ].sum()  # a sequence without tokens is kept, and not among these
     assert 0 < masked <= len(b.mask) // 2
+
+
+# --- the floor over an optimizer step ---------------------------------------------------------------------------------
+
+# every sequence with A < 0 that drifted at all is dropped, down to a floor; one sampling a step of 16 sequences, however split
+FLOOR = {
+    "block": {"sequence_masking": {"divergence_threshold": 0.0, "min_keep_ratio": 0.8}} | OFF, "beta": 0.0, "optim": "sgd",
+    "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 3, "rollout_dtype": "int8", "reward": length_reward,
+}  # fmt: skip
+
+
+def step_values(trainer):
+    """Of each step, what may not depend on the split; and the weights after the last."""
+    names = ("loss", "grad_norm", "off_policy_mask/masked_frac", "off_policy_mask/divergence/p50")
+    return history(trainer, *names), weights(trainer)
+
+
+def close(a, b):
+    assert len(a[0]) == len(b[0]) == 3
+    for x, y in zip(a[0], b[0], strict=True):
+        assert x == pytest.approx(y, abs=1e-5, rel=1e-4)
+    assert largest_difference(a[1], b[1]) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory):
+    trainer = make_dsv32(tmp_path_factory.mktemp("unsplit"), **FLOOR, per_device_train_batch_size=16)
+    trainer.train()
+    return step_values(trainer)
+
+
+@pytest.mark.parametrize("size", [8, 4])
+def test_the_floor_is_one_of_the_step_and_not_of_its_micro_batches(tmp_path, unsplit, size):
+    trainer = make_dsv32(tmp_path, **FLOOR, per_device_train_batch_size=size, gradient_accumulation_steps=16 // size)
+    seen = []
+    inner = trainer.score
+
+    def score(model, inputs):
+        batch = inner(model, inputs)
+        if torch.is_grad_enabled():
+            rows = zip(batch.logps.tolist(), batch.rollout_logps.tolist(), batch.mask.tolist(), strict=True)
+            drift = [sum(m - p for p, m, on in zip(*row, strict=True) if on) / max(sum(row[2]), 1) for row in rows]
+            seen.append([(a < 0, d) for a, d in zip(batch.advantages[:, 0].tolist(), drift, strict=True)])
+        return batch
+
+    trainer.score = score
+    trainer.train()
+    mine = step_values(trainer)
+    close(mine, unsplit)
+    differ = 0
+    for step, (_, _, masked, _) in enumerate(mine[0]):  # plain loops over the whole step
+        batches = seen[step * 16 // size : (step + 1) * 16 // size]
+        bad = [sum(a and d > 0 for a, d in batch) for batch in batches]
+        allowed = 16 - math.ceil(0.8 * 16)
+        assert masked * 16 == pytest.approx(min(sum(bad), allowed))
+        differ += min(sum(bad), allowed) != sum(min(b, size - math.ceil(0.8 * size)) for b in bad)
+    assert differ > 0  # a floor of each micro-batch would have dropped another number
+
+
+def test_the_pass_before_the_step_leaves_no_trace_where_the_floor_does_not_bind(tmp_path):
+    """It replays routes and supports as the loss does, GradLoc looks past it, and metrics count once."""
+    moe, runs, before, live = save_moe(tmp_path / "moe"), [], [], []
+    for share in (0.0, 1e-9):
+        block = {"sequence_masking": {"divergence_threshold": 0.0, "min_keep_ratio": share}}
+        trainer = make_dsv32(
+            tmp_path / str(share), moe, block, beta=0.01, top_p=0.9, rollout_dtype="int8",
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, gradloc="directional", gradloc_every=1,
+            bf16=True,
+        )  # fmt: skip
+        if share:
+            measure, score = trainer.step_divergences, trainer.score
+
+            def kept(model, batch, measure=measure):
+                before.append(measure(model, batch))
+                return before[-1]
+
+            def scored(model, inputs, score=score):
+                batch = score(model, inputs)
+                if torch.is_grad_enabled():
+                    live.append(sequence_divergence(batch.logps, batch.rollout_logps, batch.mask))
+                return batch
+
+            trainer.step_divergences, trainer.score = kept, scored
+        trainer.train()
+        clock = re.compile("time|second")
+        log = [{k: v for k, v in record.items() if not clock.search(k)} for record in trainer.state.log_history]
+        runs.append((weights(trainer), repr(log)))
+        assert all(record["grad_norm"] > 1e-3 for record in log if "grad_norm" in record)
+    assert equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
+    assert len(before) == 2 and torch.equal(torch.cat(before)[:, :, :1], torch.stack(live)) and torch.stack(live).any()
 
 
 @pytest.mark.parametrize(

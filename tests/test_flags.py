@@ -1,6 +1,8 @@
 """No option is silently ignored: what a recipe's loss does not read is refused, by name, before anything is loaded."""
 
+import argparse
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +16,17 @@ import dsv32_stable
 import grpo_tokenclip
 import minirl_async_r3
 import minirl_sync
+import rlvr_common
+import rlvr_launch
+from ares_dapo import AresDAPOConfig
+from dsv32_stable import DSV32Config
+from evaluate import EvaluateConfig
 from grpo_tokenclip import GRPOTokenClipConfig
+from minirl_async_r3 import MiniRLAsyncConfig
+from minirl_sync import MiniRLConfig
 from rlvr_common import HINTS, LOSS_FLAGS, SAMPLER_FLAGS, RLVRConfig, refuse_unused
+from rlvr_data import load_math_rows
+from rlvr_launch import Parser, make_parser
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -68,6 +79,7 @@ CHANGED = {
     "top_k": 20,
     "min_p": 0.1,
 }
+MAY_BE_INFINITE = {"is_cap", "token_clip_high", "seq_clip_high", "layer_clip_alpha", "gradloc_factor"}
 TRUNCATION = {
     "top_p",
     "top_k",
@@ -165,8 +177,8 @@ def test_every_option_of_trl_is_sorted():
 def test_no_option_of_ours_takes_a_name_of_trls_by_accident():
     """Ours may restate TRL's default on purpose; a name that a later TRL adds would silently be another option."""
     base = {"bf16", "scale_rewards", "vllm_importance_sampling_correction", "logging_steps", "loss_type"}
-    base |= {"logging_nan_inf_filter"}
-    recipes = {"output_dir", "learning_rate", "num_generations", "epsilon", "epsilon_high", "beta"}
+    base |= {"logging_nan_inf_filter", "disable_dropout"}
+    recipes = {"output_dir", "learning_rate", "num_generations", "epsilon", "epsilon_high", "beta", "scale_rewards"}
     for config_class, restated in ((RLVRConfig, base), (GRPOTokenClipConfig, recipes)):
         assert set(config_class.__annotations__) & set(defaults(GRPOConfig)) == restated
 
@@ -234,7 +246,8 @@ def test_a_loss_flag_is_free_exactly_when_it_is_honoured(name, tmp_path):
     args = RLVRConfig(str(tmp_path), use_vllm=True, **{name: CHANGED[name]})
     refuse_unused(args, honoured=LOSS_FLAGS)
     refuse_unused(args, honoured={name, "vllm_importance_sampling_clip_max"})  # the deprecated cap sets this one too
-    with pytest.raises((ValueError, SystemExit), match=f"--{name} .*remove it, default is"):
+    end = "remove it$" if name == "loss_type" else "remove it, default is"  # its default is no value of TRL's
+    with pytest.raises((ValueError, SystemExit), match=f"--{name} .*{end}"):
         refuse_unused(args, honoured=set())
 
 
@@ -290,6 +303,7 @@ def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_
     recipes = {"ares": ares_dapo, "async": minirl_async_r3, "minirl": minirl_sync, "dsv32": dsv32_stable}
     recipe = next((r for word, r in recipes.items() if word in file.stem), grpo_tokenclip)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rlvr_launch, "is_vllm_available", lambda: True)
     monkeypatch.setattr(sys, "argv", [f"{recipe.__name__}.py", "--config", str(file)])
 
     def stop(*args, **kwargs):
@@ -298,6 +312,106 @@ def test_every_config_of_the_repository_passes_the_guard(file, monkeypatch, tmp_
     monkeypatch.setattr(recipe.AutoTokenizer, "from_pretrained", stop)
     with pytest.raises(PastTheGuard):
         recipe.main()
+
+
+RECIPES = [
+    AresDAPOConfig,
+    DSV32Config,
+    GRPOTokenClipConfig,
+    MiniRLAsyncConfig,
+    MiniRLConfig,
+    EvaluateConfig,
+]
+
+
+@pytest.mark.parametrize("config_class", RECIPES)
+def test_no_number_of_the_short_help_is_taken_as_it_comes(config_class, tmp_path):
+    parser = make_parser(config_class, "") if config_class is not EvaluateConfig else Parser(EvaluateConfig)
+    shown = [a for a in parser._actions if a.help != argparse.SUPPRESS and a.dest in config_class.__dataclass_fields__]
+    kinds = {a.dest: a.type.__name__ for a in shown}  # `int | None` too
+    names = [name for name, kind in kinds.items() if kind in ("int", "float")]
+    assert len(names) > (45 if config_class is not EvaluateConfig else 10)
+    for name in names:
+        finite = [] if name in MAY_BE_INFINITE else [math.inf]
+        for value in [-7] if kinds[name] == "int" else [-7.0, math.nan, *finite]:
+            with pytest.raises(ValueError, match=name):
+                config_class(output_dir=str(tmp_path), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", 1.1),
+        ("max_steps", 0),
+        ("max_steps", 1.5),
+        ("save_steps", 0),
+        ("max_completion_length", 0),
+        ("verifier_memory_mb", 100),
+        ("rank_ema", 1.0),
+        ("prompt_style", "box"),
+        ("ares_step", "free"),
+        ("rank_mode", "static"),
+        ("expect_distributed", "zero3"),
+    ],
+)
+def test_the_edge_of_each_range(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"^--{name} {value} "):
+        RLVRConfig(str(tmp_path), **{name: value})
+
+
+def test_a_prompt_style_that_is_there_is_taken(tmp_path):
+    RLVRConfig(str(tmp_path), prompt_style="boxed", top_p=1.0, max_steps=-1, min_p=None, learning_rate=0.0)
+
+
+@pytest.mark.parametrize("flag", ["--dataset", "--eval_source"])
+def test_a_data_set_that_is_not_there_is_refused_by_its_flag(flag, monkeypatch, tmp_path):
+    monkeypatch.setattr(rlvr_common, "load_math_rows", lambda s, **o: [s] if s == "tiny" else load_math_rows(s, **o))
+    monkeypatch.setattr(rlvr_common, "load_math_rows_report", str)
+    args = RLVRConfig(str(tmp_path), **{flag[2:]: "nothere.jsonl"})
+    sentence = f"^{flag} nothere.jsonl: no file nothere.jsonl.*; give a file, tiny, or a hub id"
+    with pytest.raises(ValueError, match=sentence):
+        rlvr_common.load_rows(args, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--rl_stability", "foo"],
+            "--rl_stability foo must hold nested keys: unbiased_kl, sequence_masking, consistency",
+        ),
+        (["--rl_stability", "{a: ["], "--rl_stability {a: [ is not YAML"),
+        (["--rl_stability", "[1]"], "--rl_stability [1] must hold nested keys"),
+        (["--rl_stability", "{unbiased_kl: 1}"], "--rl_stability.unbiased_kl: nobody reads it as it is"),
+        (
+            ["--rl_stability.sequence_masking.enable", "false"],
+            "nobody reads it; use enabled, divergence_threshold, min_keep_ratio (did you mean enabled?)",
+        ),
+        (
+            ["--rl_stability.sequence_mask.enabled", "false"],
+            "use unbiased_kl, sequence_masking, consistency with keys of their own (did you mean",
+        ),
+        (
+            ["--rl_stability.sequence_masking.min_keep_ratio", "2"],
+            "--rl_stability.sequence_masking.min_keep_ratio 2 must be a number in [0, 1]",
+        ),
+        (["--rl_stability.sequence_masking.enabled", "{a"], "--rl_stability.sequence_masking.enabled {a is not YAML"),
+    ],
+)
+def test_a_wrong_block_of_switches_ends_with_one_sentence(argv, sentence, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        dsv32_stable.main(argv)
+    assert str(end.value).startswith(f"error: {sentence}") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("config_class", [MiniRLConfig, MiniRLAsyncConfig])
+def test_without_the_clip_only_the_bound_that_was_given_is_named(config_class, tmp_path):
+    for name in ("epsilon", "epsilon_high"):
+        with pytest.raises(ValueError, match=f"^--no_clip reads no bounds: remove --{name} 0.1$"):
+            config_class(str(tmp_path), no_clip=True, **{name: 0.1})
 
 
 @pytest.mark.parametrize("argv", [["--no_clip"], ["--no_is"], ["--length_norm"], ["--num_minibatches", "8"]])

@@ -42,7 +42,7 @@ from rlvr_launch import (
     requested_processes,
     settle_output_dir,
 )
-from rlvr_report import PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
+from rlvr_report import MORE_PANELS, PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
 
 REPO = Path(__file__).resolve().parents[1]
 RECIPE = REPO / "recipes" / "grpo_tokenclip.py"
@@ -87,13 +87,14 @@ def offered(text):
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_the_recipes_own_options_and_the_common_twenty(flag, capsys):
+def test_help_is_the_recipes_own_options_and_the_common_ones(flag, capsys):
     text = help_text(capsys, flag, "--max_steps", "3")
     own = set(GRPOTokenClipConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
-    assert len(COMMON_OPTIONS) == 20 and {"token_clip", "seq_clip_low", "dataset", "rollout_dtype"} <= own
+    assert len(COMMON_OPTIONS) == 24 and {"token_clip", "seq_clip_low", "dataset", "rollout_dtype"} <= own
+    assert {"top_p", "top_k", "min_p", "save_total_limit", "vllm_server_base_url", "scale_rewards"} <= offered(text)
     assert offered(text) >= own | COMMON_OPTIONS | {"help"}
-    assert not offered(text) & {"adam_beta1", "loss_type", "no_remove_unused_columns"}
-    assert len(text.splitlines()) < 140
+    assert not offered(text) & {"adam_beta1", "loss_type", "no_remove_unused_columns", "use_vllm"}
+    assert len(text.splitlines()) < 150
     assert grpo_tokenclip.__doc__.splitlines()[0] in text and "accelerate launch recipes/grpo_tokenclip.py" in text
 
 
@@ -101,10 +102,23 @@ def test_help_shows_defaults(capsys):
     text = help_text(capsys, "--help")
     options = re.split(r"^  --", text, flags=re.M)[1:]
     shown = {re.match(r"\w+", o)[0]: " ".join(o.split()) for o in options}
-    assert all(re.search(r"\(default: \S+\)", o) for name, o in shown.items() if name != "help")
-    for name, default in (("token_clip_low", "0.5"), ("seq_clip_high", "None"), ("learning_rate", "2e-06")):
+    assert all(re.search(r"\(default: [^)]+\)", o) for name, o in shown.items() if name != "help")
+    for name, default in (
+        ("token_clip_low", "0.5"),
+        ("seq_clip_high", "None"),
+        ("aggregation", "seq_mean_token_mean"),
+    ):
         assert f"(default: {default})" in shown[name]
-    assert "(default: runs/grpo_tokenclip)" in shown["output_dir"] and "(default: 8)" in shown["num_generations"]
+    assert "(default: runs/grpo_tokenclip)" in shown["output_dir"]
+
+
+def test_help_shows_what_the_first_command_uses_instead(capsys):
+    text = " ".join(help_text(capsys, "--help").split())
+    for values in ("2e-06; tiny.yaml: 0.0001", "8; tiny.yaml: 64", "float32; tiny.yaml: fp8", "-1; tiny.yaml: 150"):
+        assert f"(default: {values})" in text
+    assert "G. GradLoc blog: 8 (default: 8)" in text  # the same in both
+    text = make_parser(MiniRLConfig, "", default=TINY_CONFIG.with_name("tiny_minirl.yaml")).format_help()
+    assert "(default: 1; tiny_minirl.yaml: 2)" in " ".join(text.split())
 
 
 def test_help_shows_what_the_recipe_restates(capsys):
@@ -117,7 +131,8 @@ def test_help_all_is_everything(capsys):
     assert offered(full) > offered(short)
     assert offered(full) >= set(GRPOTokenClipConfig.__dataclass_fields__) - {"n_gpu"}
     assert len(full.splitlines()) > 4 * len(short.splitlines())
-    assert not [name for name in offered(full) if name.startswith("no_")]  # `--x false` says the same
+    negations = {name for name in offered(full) if name.startswith("no_")}  # `--x false` says the same
+    assert negations == {"no_low_rank"}  # a flag of its own
 
 
 def test_common_options_exist():
@@ -157,7 +172,11 @@ def test_another_model_does_not_inherit_the_tiny_settings(capsys):
         args, model_args = parse(*argv, "--num_generations", "8")
         assert (args.max_steps, args.learning_rate, args.exact_answers) == (-1, 2e-6, False)
         assert model_args.model_name_or_path == "org/model"
-    assert "embedded default" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert (
+            "the paper's defaults are in force, not the tiny ones (those: --config recipes/configs/tiny.yaml)" in said
+        )
+        assert "embedded default" not in said
 
 
 def test_command_line_over_config_file_over_dataclass(tmp_path, capsys):
@@ -216,6 +235,59 @@ def test_unreadable_config_files_end_with_one_sentence(text, tmp_path):
     assert file in refusal("--config", file)
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--learning_rate", "abc"], "--learning_rate abc must be a number"),
+        (["--max-steps", "1.5"], "--max_steps 1.5 must be a whole number"),
+        (["--learning_rate"], "--learning_rate: expected one argument"),
+        (["--use_peft", "perhaps"], "--use_peft: Truthy value expected"),
+        (["--lora_r", "8"], "--lora_r 8 is read with --use_peft only: add --use_peft, or remove it"),
+        (["--lora_target_modules", "q_proj"], "--lora_target_modules q_proj is read with --use_peft only"),
+        (["--use_dora"], "--use_dora True is read with --use_peft only"),
+        (["--use_peft", "--lora_r", "0"], "--lora_r 0 must be a whole number from 1 up"),
+        (
+            ["--report_to", "wandb"],
+            "--report_to wandb: wandb is not installed here: pip install wandb, or --report_to none",
+        ),
+        (["--report_to", "trakio"], "--report_to trakio is unknown: did you mean trackio?"),
+        (["--use_vllm"], "--use_vllm needs vllm in this environment, which has none: use --engine vllm"),
+        (
+            ["--model_name_or_path", "nothere"],
+            "--model_name_or_path nothere: there is no such folder, and it is no hub id",
+        ),
+        (
+            ["--resume_from_checkpoint", "runs/nothere"],
+            "runs/nothere does not exist; give RUN/checkpoint-N, or `last`",
+        ),
+        (["--max_completion_length", "0"], "--max_completion_length 0 must be a whole number from 1 up"),
+        (["--num_generations", "7"], "(per_device_train_batch_size: set by "),
+        (["--engine", "vllm"], "(rollout_dtype: set by "),
+    ],
+)
+def test_wrong_input_ends_with_a_sentence_that_names_it(argv, sentence, monkeypatch, tmp_path):
+    monkeypatch.setattr(rlvr_launch, "get_available_reporting_integrations", lambda: ["trackio"])
+    monkeypatch.setattr(rlvr_launch, "is_vllm_available", lambda: False)
+    if "--model_name_or_path" in argv:
+        argv = [*argv, "--num_generations", "8"]
+    message = refusal(*argv)
+    assert sentence in message and "\n" not in message and list(tmp_path.iterdir()) == []
+
+
+def test_values_of_the_command_line_are_not_blamed_on_the_file():
+    message = refusal("--engine", "vllm", "--rollout_dtype", "fp8")
+    assert "--rollout_dtype fp8" in message and "set by" not in message
+    assert parse("--use_peft", "--lora_r", "8")[1].lora_r == 8
+
+
+def test_a_model_that_no_hub_has_ends_with_a_sentence(capsys):
+    with pytest.raises(SystemExit) as end, rlvr_launch.one_sentence():
+        rlvr_launch.AutoTokenizer.from_pretrained("org/nothere")
+    assert str(end.value).startswith("error: ") and "--model_name_or_path takes tiny, " in str(end.value)
+    with pytest.raises(PermissionError), rlvr_launch.one_sentence():
+        raise PermissionError(13, "an error of the system keeps its traceback")
+
+
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +302,13 @@ def test_find_model(monkeypatch, tmp_path):
     assert find_model("tiny-moe") == str(repo / "tiny" / "qwen3_moe")
     assert find_model("runs/a/final") == str(repo / "runs" / "a" / "final")
     assert find_model("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
-    assert find_model("/nowhere/model") == "/nowhere/model"
+    for name in ("/nowhere/model", "nothere", "runs/b/final", "./b", "~/b"):  # no hub is asked for these
+        with pytest.raises(
+            FileNotFoundError, match=f"^--model {name}: .* give tiny, .* a folder, a .gguf file, or a hub id"
+        ):
+            find_model(name, flag="--model")
+    with pytest.raises(ValueError, match="^--model x.gguf: only training takes a .gguf"):
+        find_model("x.gguf", flag="--model")
     (work / "runs" / "a" / "final").mkdir(parents=True)
     assert find_model("runs/a/final") == "runs/a/final"  # what lies here comes before the repository's
     with pytest.raises(ValueError, match="no model: give --model_name_or_path"):
@@ -250,7 +328,7 @@ def test_tiny_is_found_from_the_root_of_the_repository(monkeypatch, tmp_path):
 
 
 def settle(folder, explicit=True, resume=None):
-    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resume)
+    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resume, save_steps=75)
     settle_output_dir(args, explicit)
     resumed = args.resume_from_checkpoint
     return Path(args.output_dir), resumed and Path(resumed)
@@ -268,17 +346,44 @@ def make_run(folder, *steps, broken=()):
 
 
 def test_a_fresh_folder_is_taken_as_it_is(tmp_path):
-    for explicit in (True, False):
-        assert settle("runs/a", explicit) == (tmp_path / "runs" / "a", None)
-        (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)  # an empty folder holds no run
+    (tmp_path / "runs" / "b").mkdir(parents=True)  # an empty folder holds no run
+    for name, explicit in itertools.product("ab", (True, False)):
+        assert settle(f"runs/{name}", explicit) == (tmp_path / "runs" / name, None)
+        rlvr_launch.unclaim()
+
+
+def test_runs_that_start_at_the_same_time_do_not_share_a_folder(tmp_path):
+    """None has written anything yet."""
+    assert [settle("runs/a", explicit=False)[0].name for _ in range(3)] == ["a", "a-2", "a-3"]
+    settle("mine", explicit=True)
+    with pytest.raises(ValueError, match="already holds a run"):
+        settle("mine", explicit=True)
+
+
+def test_a_claim_is_won_once(monkeypatch, tmp_path):
+    """Both looked before either wrote."""
+    monkeypatch.setattr(rlvr_launch, "holds_a_run", lambda folder: False)
+    assert [settle("a", explicit=False)[0].name for _ in range(2)] == ["a", "a-2"]
+
+
+def test_a_start_that_input_errors_ended_leaves_nothing_and_another_run_alone(tmp_path):
+    settle("runs/a", explicit=False)
+    settle("runs/a", explicit=False)
+    (tmp_path / "runs" / "a-2" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit), rlvr_launch.one_sentence():
+        raise ValueError("no")
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["a-2"]
+    assert "org/model" in refusal("--model_name_or_path", "org/model/x")
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["a-2"]
 
 
 def test_a_second_default_run_gets_the_next_free_number(tmp_path):
     for name in ("a", "a-2", "a-3"):
         assert settle("runs/a", explicit=False)[0] == tmp_path / "runs" / name
         make_run(tmp_path / "runs" / name)
-    make_run(tmp_path / "runs" / "a-5")
-    assert settle("runs/a", explicit=False)[0] == tmp_path / "runs" / "a-4"
+    make_run(tmp_path / "runs" / "a-5", 10)  # the next one comes after it, so that `last` is the newest
+    assert settle("runs/a", explicit=False, resume="last")[0] == tmp_path / "runs" / "a-5"
+    assert settle("runs/a", explicit=False)[0] == tmp_path / "runs" / "a-6"
 
 
 def test_a_second_run_of_the_embedded_default_moves_on(tmp_path):
@@ -304,9 +409,18 @@ def test_resume_last_is_the_newest_complete_checkpoint_by_number(tmp_path):
 
 def test_resume_last_without_a_complete_checkpoint(tmp_path):
     make_run(tmp_path / "a", broken=(5,))
-    for folder in ("a", "nowhere"):
-        with pytest.raises(FileNotFoundError, match=f"no complete checkpoint in {tmp_path / folder}; name the run"):
-            settle(folder, True, "last")
+    with pytest.raises(FileNotFoundError, match=f"no complete checkpoint in {tmp_path / 'nowhere'}; name the run"):
+        settle("nowhere", True, "last")
+    with pytest.raises(FileNotFoundError, match="a has no complete checkpoint .*--save_steps 75.* start anew without"):
+        settle("a", True, "last")
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_no_dead_end(tmp_path):
+    for run in (make_run(tmp_path / "a"), make_run(tmp_path / "b", broken=(75,))):
+        with pytest.raises(ValueError) as error:
+            settle(run, explicit=True)
+        assert "without a complete checkpoint" in str(error.value) and "--save_steps 75" in str(error.value)
+        assert "delete the folder" in str(error.value) and "--resume_from_checkpoint" not in str(error.value)
 
 
 def test_resume_from_a_path(tmp_path):
@@ -315,10 +429,8 @@ def test_resume_from_a_path(tmp_path):
     assert settle("default", False, "a/checkpoint-5") == (run, run / "checkpoint-5")  # goes on in its own folder
     assert settle("a", True, "a/checkpoint-5") == (run, run / "checkpoint-5")
     assert settle("new", True, "a/checkpoint-5") == (tmp_path / "new", run / "checkpoint-5")
-    for path in ("a", "a/checkpoint-6"):
-        with pytest.raises(
-            FileNotFoundError, match=f"{tmp_path / path} is no checkpoint: it has no trainer_state.json"
-        ):
+    for path, what in (("a", "is no checkpoint: it has no trainer_state.json"), ("a/checkpoint-6", "does not exist")):
+        with pytest.raises(FileNotFoundError, match=f"{tmp_path / path} {what}; give RUN/checkpoint-N, or `last`"):
             settle("new", True, path)
 
 
@@ -759,16 +871,36 @@ def test_only_the_main_process_writes(tmp_path):
 def test_every_metric_of_a_panel_is_drawn_and_no_other(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(rlvr_report.plt, "close", figures.append)
-    known = list(itertools.chain(*PANELS.values()))
+    known = list(itertools.chain(*PANELS.values(), *MORE_PANELS.values()))
+    masked = [f"{clip}/masked_frac" for clip in ("token_clip", "seq_clip", "minirl", "off_policy_mask", "mine")]
+    known = [name for name in known if name != "*/masked_frac"] + masked
     for names in (known, known[:3], ["other"]):
         records = [{"step": i, **dict.fromkeys(names, i + 1.0)} for i in range(3)]
         plot_curves(records, tmp_path / "curve.png", "title")
         drawn = {label for axis in figures[-1].axes for label in axis.get_legend_handles_labels()[1]}
         assert drawn == set(names) & set(known)
+        titles = [axis.get_title() for axis in figures[-1].axes if axis.get_title()]
+        assert titles == [*PANELS, *(MORE_PANELS if names is known else [])]
         assert (tmp_path / "curve.png").stat().st_size > 10_000
     monkeypatch.undo()
     for figure in figures:
         rlvr_report.plt.close(figure)
+
+
+def test_a_line_between_two_samplings_keeps_its_columns(tmp_path, capsys):
+    """Four updates a sampling, every step printed."""
+    report, bar = RunReport(tmp_path / "run"), []
+    report.on_train_begin(None, state(0, 8), None)
+    report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
+    for step in range(1, 9):
+        sampled = {"reward": 0.5, "completions/mean_length": 20.0} if step % 4 == 1 else {}
+        logs = {"entropy": 1.0, "minirl/masked_frac": 0.25, "other/masked_frac": 0.75} | sampled
+        report.on_log(None, state(step, 8), None, logs=logs)
+    report.on_train_end(None, state(8, 8), None)
+    lines = re.findall(r"^step +\d+  (.*)$", capsys.readouterr().out, flags=re.M)
+    assert lines[0] == lines[4] == "reward 0.5  entropy 1  masked 0.25  length 20"
+    assert set(lines[1:4] + lines[5:]) == {"reward -  entropy 1  masked 0.25  length -"}
+    assert bar == [{"reward": "0.5", "entropy": "1", "masked": "0.25", "length": "20"}] * 8
 
 
 def test_a_run_shorter_than_logging_steps_ends_well(tmp_path):

@@ -17,11 +17,13 @@ from rlvr_common import (
     RLVRTrainer,
     aggregate,
     group_advantages,
+    keep_least_divergent,
     masked_mean,
     minirl_loss,
     off_policy_sequence_mask,
     ppo_clip_loss,
     seq_clip,
+    sequence_divergence,
     sequence_weight,
     support_logps,
     token_clip,
@@ -614,6 +616,26 @@ def test_min_keep_ratio_brings_back_the_least_divergent(share):
     kept = {4, 9} | set(by_drift[: max(1, math.ceil(share * 10) - 1)])  # 4 did not drift, 9 has A > 0
     assert {i for i, k in enumerate(keep) if k} == kept
     assert sum(keep) == max(2, math.ceil(share * 10))
+
+
+def test_min_keep_ratio_counts_sequences_with_tokens_and_rounds_up_from_the_share_meant():
+    drift = torch.arange(1.0, 11).unsqueeze(1)
+    bad, ones = -torch.ones(10), torch.ones(10, 1)
+    keep = off_policy_sequence_mask(-drift, 0 * drift, bad, ones, 0.5, 0.5)
+    padded = [torch.cat([x, torch.zeros_like(x[:6])]) for x in (-drift, 0 * drift, bad, ones)]  # six without tokens
+    assert keep.sum() == 5 and torch.equal(off_policy_sequence_mask(*padded, 0.5, 0.5)[:10], keep)
+    hundred = torch.ones(100, 1)
+    assert keep_least_divergent(hundred, -hundred, hundred.bool(), 0.5, 0.07).sum() == 7  # in floats 0.07 * 100 > 7
+
+
+def test_the_mask_of_a_whole_is_settled_on_the_divergences_of_its_parts():
+    b = batch(9)
+    b.advantages = -b.advantages.abs()
+    parts = [sequence_divergence(b.logps[k : k + 2], b.rollout[k : k + 2], b.mask[k : k + 2]) for k in (0, 2, 4)]
+    counted = b.mask.any(1, keepdim=True)
+    for share in (0.0, 0.4, 0.9):
+        whole = off_policy_sequence_mask(b.logps, b.rollout, b.advantages, b.mask, 0.0, share)
+        assert torch.equal(keep_least_divergent(torch.cat(parts), b.advantages, counted, 0.0, share), whole)
 
 
 def test_min_keep_ratio_holds_when_a_divergence_is_infinite():

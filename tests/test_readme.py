@@ -94,6 +94,13 @@ def test_every_pin_is_exact_and_says_why():
         assert re.fullmatch(r"[\w\[\].-]+==[\w.]+\s+# .{10,}", line), line
 
 
+def test_the_cpu_build_of_torch_is_the_pinned_one():
+    (command,) = re.findall(
+        r"`pip install torch==([\d.]+) --index-url https://download\.pytorch\.org/whl/cpu`", README
+    )
+    assert f"torch=={command} " in (REPO / "requirements.txt").read_text()
+
+
 def test_gradloc_example_in_a_plain_loop_runs(tmp_path):
     code = next(block for block in README.split("```python")[1:] if "gradloc.watch" in block).split("```")[0]
     added = [line for line in code.splitlines() if "gradloc" in line.lower() and "import" not in line]

@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from grpo_tokenclip import GRPOTokenClipTrainer
 from rlvr_common import RLVRConfig
+from rollout import Rollout
 from support import (
     check_support,
     collect_support,
@@ -337,6 +338,20 @@ def test_a_replaced_rollout_without_sets_is_an_error(tmp_path):
     trainer._take_support = lambda rollout: None
     with pytest.raises(RuntimeError, match="the batch carries no support"):
         trainer.train()
+
+
+def test_an_engine_that_does_not_tell_the_kept_mass_is_warned_of_too(tmp_path):
+    trainer = make_ours(tmp_path, top_p=0.9)
+    for _ in range(2):  # said once
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer._take_support(Rollout([[1]], [[2]], [[-0.5]], [True], [0]))
+    assert not seen and trainer._warned_of_truncation
+    trainer._warned_of_truncation = False
+    with pytest.warns(
+        UserWarning, match="below 1, the mass that was kept, which the server does not tell, from equal weights"
+    ):
+        trainer._take_support(Rollout([[1]], [[2]], [[-0.5]], [True], [0]))
 
 
 def test_untruncated_runs_neither_warn_nor_log_sets(tmp_path):

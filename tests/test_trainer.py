@@ -183,6 +183,17 @@ def test_resume_is_bit_for_bit(tmp_path, peft):
     assert len(set(prompts)) == 6  # the six steps really differ, so equality above says something
 
 
+def test_dropout_is_off_unless_asked_for(tmp_path):
+    """TRL's own LoRA has dropout 0.05, in old and new log-probs alike: ratio and mismatch would read its noise."""
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    trainer = make_ours(tmp_path, peft_config=config, steps_per_generation=2, max_steps=1)
+    trainer.train()
+    record = trainer.state.log_history[0]
+    assert record["mismatch/k3"] < 1e-6 and [record["ratio/min"], record["ratio/max"]] == pytest.approx(
+        [1, 1], abs=1e-4
+    )
+
+
 @pytest.mark.parametrize("missing", ["rollout_state_0.pt", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_resume_refuses_an_incomplete_checkpoint(tmp_path, missing):
     first = make_ours(tmp_path, **RESUME | {"max_steps": 3})

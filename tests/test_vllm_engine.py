@@ -2,10 +2,13 @@
 
 import base64
 import copy
+import functools
+import json
 import math
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +17,17 @@ from mock_vllm import RECORDED, MockVLLM, npy_base64
 from peft import LoraConfig, get_peft_model
 from test_minirl import load, logged
 
+import stability
 import vllm_engine
 from async_rollout import AsyncEngine, Group
+from guard_drills import DropUpdate, events, faulty
 from minirl_async_r3 import MiniRLAsyncConfig
 from rollout import TransformersEngine
 from routing import RoutingShape, moe_layer_numbers
-from training import MODEL, equal, largest_difference, make_async, make_minirl, options, save_moe, weights
-from vllm_engine import ScoredWeights, VLLMEngine, checkpoint_tensors, copy_weights
+from stability import check_alignment
+from stability_report import checklist
+from training import MODEL, equal, largest_difference, make_async, make_minirl, options, save_moe, tiny_rows, weights
+from vllm_engine import ScoredWeights, ServerGone, VLLMEngine, checkpoint_tensors, copy_weights
 from wire_formats import (
     WireError,
     prompt_logps,
@@ -147,13 +154,14 @@ def test_routes_that_do_not_fit_are_refused_in_one_sentence(kind):
 def test_sampling_masks_become_one_row_a_token():
     kept, offsets = sampling_support({"sampling_mask": [[5, 9], [], [1]]}, [9, 30, 1], 32)
     assert kept.tolist() == [5, 9, 1] and offsets.tolist() == [0, 2, 2, 3]
-    assert kept.dtype == torch.int32 and offsets.dtype == torch.int64
+    assert kept.dtype == offsets.dtype == torch.int32
     for mask, words in (
         (None, "--return-sampling-mask"),
         ([[5]], "has 1 rows for 2 tokens"),
         ([[5], [6]], "row 1 lacks token 9"),
         ([[5, 99], [9]], "outside the vocabulary"),
         ([[5], 9], "row 1 lacks"),
+        ([[5], [9, 7, 9]], "row 1 names a token twice"),
     ):
         with pytest.raises(WireError, match=words):
             sampling_support({"sampling_mask": mask}, [5, 9], 32)
@@ -174,8 +182,6 @@ def test_a_recorded_answer_is_read():
     assert token_versions(choice, 3) == ["default"] * 3 and token_versions({}, 3) is None
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
     assert token_versions({"weight_versions": spans}, 3) == ["4", "5", "5"]
-    (ids, logps, _) = sampled_tokens(changed(logprobs=entries((17, -1.0), (9, -9999.0), (2, -1.0))), 8, 32)
-    assert math.isnan(logps[1]) and logps[0] == -1  # the server's mark of a number that JSON does not have
     scored = [None, {"9": {"logprob": -1.5}, "3": {"logprob": -0.1}}, {"2": {"logprob": -2.5}}]
     assert prompt_logps({"prompt_logprobs": scored}, [17, 9, 2]) == [-1.5, -2.5]
 
@@ -192,12 +198,21 @@ def test_a_recorded_answer_is_read():
         ({"logprobs": entries((17, -1.0), (9, -1.0))}, "2 log-probs came for 3 tokens"),
         ({"logprobs": entries((17, -1.0), (2, -1.0), (9, -1.0))}, "log-prob 1 is of token 2"),
         ({"logprobs": entries((17, -1.0), (9, None), (2, -1.0))}, "log-prob 1 is None"),
+        ({"logprobs": entries((17, -1.0), (9, -9999.0), (2, -1.0))}, "log-prob 1 is -9999.0"),  # NaN or -inf, in vLLM's words
+        ({"logprobs": entries((17, -1.0), (9, math.nan), (2, -1.0))}, "log-prob 1 is nan"),
         ({"finish_reason": "error"}, "finish_reason 'error'"),
     ],
 )  # fmt: skip
 def test_a_damaged_answer_is_refused(changes, words):
     with pytest.raises(WireError, match=words):
         sampled_tokens(changed(**changes), 8, 32)
+
+
+def test_a_sequence_that_goes_on_after_its_end_is_refused():
+    engine = SimpleNamespace(vocabulary=32, eos=[2], decode_routes=None, needs_routes=False, needs_support=False)
+    choice = changed(token_ids=[17, 2, 9], logprobs=entries((17, -1.0), (2, -1.0), (9, -1.0)), finish_reason="length")
+    with pytest.raises(WireError, match="goes on after its end, token 2"):
+        VLLMEngine._decode(engine, [1], choice, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +296,24 @@ def test_samples_carry_what_the_server_sampled(moe, tmp_path):
         ):
             with pytest.raises(ValueError, match=words):
                 engine.generate(bad, 6)
+
+
+def test_sampling_masks_come_with_the_samples(moe, tmp_path):
+    model, cut = load(moe), {"top_k": 5, "top_p": 0.9}
+    with MockVLLM(moe, masks=True) as server:
+        with closing(connect(server, model, tmp_path / "a", needs_support=True)) as engine:
+            rollout = engine.generate(PROMPTS[:3], 6, sequence_ids=[4, 5, 6], **cut)
+            with pytest.raises(ValueError, match="top_k is 0: a server that records sampling masks needs a bound"):
+                engine.generate(PROMPTS, 6)
+            assert engine.describe()["top_k"] == 5 and engine.describe()["top_p"] == 0.9
+        seed = next(b["sampling_params"]["seed"] for b in server.bodies if "seed" in b["sampling_params"])
+        with pytest.raises(ValueError, match="records sampling masks and so refuses requests without a bounded top_k"):
+            connect(server, model, tmp_path / "b")
+    pad = model.config.pad_token_id
+    local = TransformersEngine(model, model.config.eos_token_id, pad, seed=server.seed, record_support=True)
+    inside = local.generate(PROMPTS[:3], 6, sequence_ids=[seed, seed + 1, seed + 2], **cut)
+    assert rollout.completion_ids == inside.completion_ids and rollout.kept_mass is None
+    assert equal(rollout.support, inside.support) and any(ids.numel() < 5 * 6 for ids, _ in rollout.support)
 
 
 def test_a_push_arrives_is_labelled_and_has_the_fingerprint_of_every_engine(moe, tmp_path):
@@ -445,6 +478,54 @@ def test_a_server_that_dies_in_mid_generation_gets_the_newest_weights_and_the_lo
         assert engine.restarts == 1
 
 
+def test_a_server_that_dies_before_the_proof_gets_the_weights_again(moe, tmp_path):
+    model = load(moe)
+    with MockVLLM(moe) as server, closing(connect(server, model, tmp_path)) as engine:
+        post, deaths = engine.server.post, []
+
+        def dying(path, **options):
+            if "generate" not in path or deaths:
+                return post(path, **options)
+            deaths.append(path)
+            server.kill()
+            try:
+                return post(path, **options)
+            finally:
+                server.start()  # with its first weights
+
+        engine.server.post = dying
+        engine.push_weights(moved(model), 3)
+        assert deaths and engine.retries == 1 and server.labels[-1] == "3"
+        assert engine.generate([[1, 2]], 5).version == [3]
+
+
+def test_a_server_whose_engine_died_is_waited_for_and_a_lost_answer_to_that_is_asked_for_again(moe, tmp_path):
+    """It answers 500 to requests and 503 to the question for its health until a supervisor starts it again."""
+    model = load(moe)
+    with MockVLLM(moe) as server, closing(connect(server, model, tmp_path, attempts=3)) as engine:
+        engine.push_weights(moved(model), 3)
+        handle, label, lost = server.handle, engine.server.label, []
+        server.handle = lambda path, query, body: (503 if path == "/health" else 500, b"dead")
+
+        def restart():
+            server.handle = handle
+            server.kill()
+            server.start()
+
+        def losing():
+            if not lost:
+                lost.append(1)
+                raise ServerGone("/weight_info: RemoteProtocolError")
+            return label()
+
+        engine.server.label = losing
+        timer = threading.Timer(2.0, restart)
+        timer.start()
+        assert engine.generate([[1, 2]], 5).version == [3]
+        timer.join()
+        assert lost and engine.retries == 2 and engine.restarts == 1
+
+
 def test_a_server_that_does_not_come_back_ends_in_one_sentence(moe, tmp_path):
     with MockVLLM(moe) as server, closing(connect(server, load(moe), tmp_path, restart_s=0.3)) as engine:
         server.kill()
@@ -541,6 +622,70 @@ def test_a_synchronous_recipe_trains_on_a_server(moe, tmp_path):
     assert records[0]["routing/rollout_agreement"] == 1 and largest_difference(start, weights(trainer)) > 1e-4
 
 
+def test_the_alignment_check_compares_what_the_server_tells_and_names_the_rest(moe, tmp_path):
+    with MockVLLM(moe) as server:
+        changes = {"engine": "vllm", "guard": "warn", "vllm_server_base_url": server.url, "max_steps": 1}
+        with closing(make_minirl(tmp_path, moe, **changes)) as trainer:
+            stability.train(trainer)
+            record, (told,) = json.loads((tmp_path / "alignment.json").read_text()), events(tmp_path, "alignment")
+            untold = ["model_type", "embeddings", "pad_token_id"]
+            assert record["not_compared"] == untold and told["text"].endswith(f"does not tell: {', '.join(untold)}")
+            (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "grad_norm": 1.0}) + "\n")
+            assert "not comparable: model_type, embeddings, pad_token_id" in str(checklist(tmp_path))
+            server_side = {
+                "model": moe,
+                "max_model_len": 128,
+                "vllm": "0.32.0",
+                "rollout_dtype": "float32",
+                "version": 0,
+            }
+            assert server_side.items() <= record["rollout"].items() and record["smoke"]["allowed"] == 1e-3
+            trainer.sync_engine()  # after the one step: version 1
+            server.settings["dtype"] = "torch.bfloat16"
+            assert check_alignment(trainer)["smoke"]["allowed"] == 0.3
+            server.labels[-1] = "9"
+            with pytest.raises(ValueError, match="version is 1 in training and 9 in the rollout engine"):
+                check_alignment(trainer)
+            generate = trainer.engine.generate
+            trainer.engine.generate = lambda *a, **k: generate(*a, **k | {"temperature": 0.7})
+            with pytest.raises(ValueError, match="temperature is 1.0 in training and 0.7"):
+                check_alignment(trainer)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"max_staleness": 2}, marks=pytest.mark.slow)], ids=["synchronous", "ahead"]
+)
+def test_a_rollback_pushes_the_restored_weights_to_the_server_and_its_masks_are_replayed(moe, tmp_path, how):
+    changes = {
+        "engine": "vllm", "num_minibatches": 2, "max_steps": 6, "max_completion_length": 8, "top_k": 6, "keep_sampling_mask": True,
+        "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    runs = []
+    for name, more in (("guarded", {"guard": "rollback", "guard_k": 1}), ("clean", {})):
+        with MockVLLM(moe, masks=True) as server:
+            make = functools.partial(make_async if how else make_minirl, model=moe, vllm_server_base_url=server.url)
+            with closing(faulty(tmp_path / name, "nan", 5, make=make, **changes | more | how)) as trainer:
+                engine, pushed = trainer.engine.engine if how else trainer.engine, []
+                push = engine.push_weights
+                engine.push_weights = lambda model, version, pushed=pushed, push=push: (
+                    pushed.append(version), push(model, version)
+                )[1]  # fmt: skip
+                if not more:
+                    trainer.add_callback(DropUpdate(trainer, {5}))
+                stability.train(trainer)
+                assert (
+                    trainer.held_out_accuracy(tiny_rows(2), 1)["problems"] == 2
+                )  # with a bounded top_k, which it needs
+            assert not server.errors
+        runs.append((weights(trainer), pushed, logged(trainer, skip=("async/", "guard/"))))
+    assert [run[1] for run in runs] == [[2, 4, 2, 4, 6], [2, 4, 6]]
+    assert equal(runs[0][0], runs[1][0]) and [e["to"] for e in events(tmp_path / "guarded", "rollback")] == [2]
+    for record in runs[1][2]:
+        assert record["support/replayed_frac"] == 1 and record["support/kept_mass"] < 0.99
+        assert "support/agreement" not in record and "support/rollout_kept_mass" not in record
+    assert runs[1][2][0]["mismatch/mean"] == pytest.approx(1, abs=1e-4)
+
+
 def test_asynchronously_the_server_may_die_and_the_run_goes_on(moe, tmp_path):
     changes = {"max_staleness": 1, "max_steps": 5, "engine": "vllm"}
     runs = []
@@ -565,6 +710,7 @@ def test_asynchronously_the_server_may_die_and_the_run_goes_on(moe, tmp_path):
         ({"engine": "vllm", "use_vllm": True}, "--engine vllm and --use_vllm are two ways"),
         ({"vllm_transfer": "tcp"}, "--vllm_transfer tcp is unknown: use disk or nccl"),
         ({"vllm_concurrency": 0}, "--vllm_concurrency 0 must be at least 1"),
+        ({"engine": "vllm", "top_p": 0.9, "keep_sampling_mask": True}, "--keep_sampling_mask with --engine vllm and --top_k 0"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused_in_one_sentence(tmp_path, flags, words):

@@ -1,26 +1,25 @@
 """The vLLM engine against a real server on the CPU: `pytest -m vllm`, with SERVER_PYTHON naming the environment's python
 (made from requirements-vllm.txt)."""
 
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import time
+import sys
 from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
+from real_vllm import START_S, RealServer
 from test_minirl import load, logged
 
 from training import MODEL, largest_difference, make_async, weights
 from vllm_engine import VLLMEngine
 
-REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "results" / "async"))
+import faults  # noqa: E402
+import vllm_runs  # noqa: E402
+
 PYTHON = os.environ.get("SERVER_PYTHON")
-START_S = 600  # a busy machine compiles and loads slowly
+OPTIONS = ("--dtype", "float32", "--max-model-len", "256")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
@@ -28,46 +27,9 @@ pytestmark = [
 ]
 
 
-class RealServer:
-    """recipes/serve_vllm.sh on a free port, started and killed as a user would."""
-
-    def __init__(self, log, *options, plugin=True):
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        env = os.environ | {"PYTHON": PYTHON, "PORT": str(self.port), "HF_HUB_OFFLINE": "1"}
-        if not plugin:
-            env["VLLM_PLUGINS"] = ""  # none is loaded
-        self.env = env
-        self.command = [str(REPO / "recipes" / "serve_vllm.sh"), MODEL, "--max-model-len", "256", *options]
-        self.start()
-
-    def start(self):
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def wait(self):
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
-                    return self
-            time.sleep(1.0)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    running = RealServer(tmp_path_factory.mktemp("server") / "log", "--dtype", "float32")
+    running = RealServer(PYTHON, MODEL, tmp_path_factory.mktemp("server") / "log", *OPTIONS)
     try:
         yield running.wait()
     finally:
@@ -97,6 +59,16 @@ def test_samples_and_pushes_of_a_real_server(server, tmp_path):
                 assert rollout.rollout_logps[i] == pytest.approx(own_logps(model, rollout, i), abs=1e-3)
         assert len({tuple(ids) for ids in rollout.completion_ids[:4]}) > 1
         assert engine.retries == engine.restarts == 0
+        engine.generate(prompts, 4, top_k=5, top_p=0.9)
+        told = {
+            "version": 2,
+            "rollout_dtype": "float32",
+            "max_model_len": 256,
+            "top_k": 5,
+            "top_p": 0.9,
+            "temperature": 1.0,
+        }
+        assert told.items() <= engine.describe().items() and engine.describe()["vllm"]
 
 
 def test_a_run_survives_the_death_of_its_server(server, tmp_path):
@@ -131,10 +103,21 @@ def test_a_run_survives_the_death_of_its_server(server, tmp_path):
 
 def test_without_the_plugin_the_push_is_caught(tmp_path):
     """The measured case: the reload reports success, and the packed linear layers keep their old values."""
-    running = RealServer(tmp_path / "log", "--dtype", "float32", plugin=False)
+    running = RealServer(PYTHON, MODEL, tmp_path / "log", *OPTIONS, plugin=False)
     try:
         model = load(MODEL)
         with pytest.raises(RuntimeError, match="weights canary were pushed .* it reports success, but"):
             VLLMEngine(model, running.wait().url, model.config.eos_token_id, tmp_path)
     finally:
         running.kill()
+
+
+def test_the_evidence_scripts_account_for_every_group(server, tmp_path):
+    """results/async/ in short: a run that is measured, and one that loses half of its answers on the way back."""
+    options = f"{vllm_runs.RECIPES['synchronous']} {vllm_runs.COMMON} {vllm_runs.TINY} --max_steps 3"
+    measured = vllm_runs.measure("tiny", "float32", "synchronous", options, server, tmp_path / "run", {})["figures"]
+    assert measured["groups"] == {"asked": 24, "trained": 24, "stale": 0, "open": 0, "twice": 0}
+    assert measured["updates"] == 3 and measured["pushes"] == 2 and measured["mismatch"]["k3"][1] < 1e-6
+    what, *drilled = faults.DRILLS["half"]
+    cells = faults.row(what, faults.drill(server, tmp_path / "half", *drilled), tmp_path / "half")
+    assert int(cells[2]) > 5 and cells[4] == "28 = 24 + 0 + 4" and cells[5] == "0" and "LOST" not in cells[4], cells

@@ -1,0 +1,46 @@
+"""The recipes have one shape: a reader of one knows where to look in the next."""
+
+import ast
+import re
+
+import pytest
+
+from training import REPO
+
+RECIPES = ["grpo_tokenclip", "minirl_sync", "minirl_async_r3", "dsv32_stable", "ares_dapo"]
+PARTS = ["Papers:", "Smoke ", "Compare ", "Full ", "Expect ", "Knobs ", "Watch "]
+
+
+@pytest.fixture(params=RECIPES)
+def tree(request):
+    return ast.parse((REPO / "recipes" / f"{request.param}.py").read_text())
+
+
+def test_docstring_says_paper_commands_expectation_knobs_and_what_to_watch_in_that_order(tree):
+    doc = ast.get_docstring(tree)
+    places = [re.search(rf"^{part}", doc, flags=re.M) for part in PARTS]
+    assert all(places), [part for part, place in zip(PARTS, places, strict=True) if not place]
+    assert [p.start() for p in places] == sorted(p.start() for p in places)
+    assert re.search(r"^    [A-Za-z_]+ += ", doc[: places[0].start()], flags=re.M)  # equations come first
+
+
+def test_commands_and_reports_of_the_docstring_exist(tree):
+    doc = ast.get_docstring(tree)
+    for path in re.findall(r"(?:recipes|results)/[\w/.]+\.(?:py|sh|yaml|md)", doc):
+        assert (REPO / path).exists(), path
+
+
+def test_code_comes_as_config_then_trainer_then_main(tree):
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    (config,) = [n for n in names if n.endswith("Config")]
+    (trainer,) = [n for n in names if n.endswith("Trainer")]
+    assert names.index(config) < names.index(trainer) < names.index("main") == len(names) - 1
+
+
+def test_the_trainer_shows_its_loss_and_ends_it_as_every_other(tree):
+    (trainer,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Trainer")]
+    (loss,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "_compute_loss"]
+    text = ast.unparse(loss)
+    assert text.index("self.score(") < text.index("self.track_policy(batch)") < text.index("self.flush()")
+    last = ast.unparse(loss.body[-1])
+    assert last == "return aggregate(loss, mask, args.aggregation, self.normalizer(args.aggregation))"
