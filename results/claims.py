@@ -611,7 +611,7 @@ def _():
 
 
 def shares(kind):
-    """(first, last) fifth of the top-32 share over a run on the larger model, each a list by seed."""
+    """(first, last) fifth of the top-4 share over a run on the larger model, each a list by seed: 4 of 256 are 32 of 2,048."""
     runs = runs_of("ares_spectra")
     series = [
         [r["spectral/top_share"] for r in records if "spectral/top_share" in r]
@@ -629,7 +629,7 @@ def shares(kind):
 )
 def _():
     first, last = shares("RLVR")
-    return rises(differences([(first, last)])), f"{text_of(first)} -> {text_of(last)} (hidden 256)"
+    return rises(differences([(first, last)])), f"{text_of(first)} -> {text_of(last)} (4 of 256 directions)"
 
 
 @claim("ares-share-random", "It rises more than with a random reward", ARTICLE, "ares_spectra")
