@@ -709,7 +709,7 @@ def test_asynchronously_the_server_may_die_and_the_run_goes_on(moe, tmp_path):
         ({"engine": "vllm", "rollout_dtype": "fp8"}, "--rollout_dtype fp8 is the built-in engine's precision"),
         ({"engine": "vllm", "use_vllm": True}, "--engine vllm and --use_vllm are two ways"),
         ({"vllm_transfer": "tcp"}, "--vllm_transfer tcp is unknown: use disk or nccl"),
-        ({"vllm_concurrency": 0}, "--vllm_concurrency 0 must be at least 1"),
+        ({"vllm_concurrency": 0}, "--vllm_concurrency 0 must be a whole number from 1 up"),
         ({"engine": "vllm", "top_p": 0.9, "keep_sampling_mask": True}, "--keep_sampling_mask with --engine vllm and --top_k 0"),
     ],
 )  # fmt: skip
