@@ -33,6 +33,7 @@ TROUBLES = (
     ("ratio/*", "too many updates a sampling", "--num_minibatches lower, or a smaller --learning_rate"),
     ("kl", "too weak a KL, or tokens far below the reference", "raise beta in control.yaml; unbiased_kl.clip_ratio"),
     ("entropy", "entropy collapse", "raise --epsilon_high, lower --learning_rate, or a higher --temperature"),
+    ("reward", "reward collapse", "verifier/... and completions/clipped_ratio first; then lower the learning rate"),
     ("guard/reward_share", "reward collapse", "lower the learning rate (--guard_on_rollback learning_rate_scale*0.5)"),
     ("guard/update_norm", "an update far larger than before", "lower --learning_rate, or longer --warmup_steps"),
     ("guard/stale", "weights that do not reach the rollout engine", "check the engine's push; a restart of the engine"),
