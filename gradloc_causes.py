@@ -179,6 +179,7 @@ def _place(item, many):
 
 
 def place_key(item):
+    """(rank, micro-batch, sequence) of a token or a sequence of a report."""
     item = item if isinstance(item, dict) else vars(item)
     return item["rank"], item["micro_batch"], item["sequence"]
 

@@ -36,10 +36,12 @@ from layer_clip import gradient_norms
 
 
 def world_size():
+    """Processes of the run; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank():
+    """Number of this process, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
@@ -213,10 +215,12 @@ def known_layout(batch, n, t):
 
 
 def same_rng_state(a, b):
+    """Are two states of `rng_state` the same, bit for bit?"""
     return torch.equal(a[0], b[0]) and (a[1] is None or torch.equal(a[1], b[1]))
 
 
 def rng_state():
+    """(CPU state, state of the current GPU or None)."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
@@ -235,6 +239,7 @@ def replayed_rng(state):
 
 
 def set_rng_state(state):
+    """Goes back to a state of `rng_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
@@ -571,6 +576,8 @@ class Found:
 
 @dataclass
 class Search:
+    """What a bisection found: [(place, norm)], backward passes made, and the segments that it looked into, in order."""
+
     found: list = field(default_factory=list)
     probes: int = 0
     exhausted: bool = False  # the budget ended first

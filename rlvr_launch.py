@@ -353,6 +353,7 @@ def unpack_gguf(path, folder):
 
 
 def holds_a_run(folder):
+    """Has a run written into this folder?"""
     return (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoint-*"))
 
 

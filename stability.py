@@ -306,6 +306,7 @@ MANIFEST, LEDGER = "guard_manifest.json", "guard.json"
 
 
 def write_atomically(path, text):
+    """Writes a file so that a reader, or a run that resumes after a kill, sees the old text or the new one."""
     path = Path(path)
     path.with_suffix(".tmp").write_text(text)
     os.replace(path.with_suffix(".tmp"), path)
@@ -348,6 +349,7 @@ def faults(checkpoint):
 
 
 def step_of(checkpoint):
+    """The optimizer step of .../checkpoint-N."""
     return int(Path(checkpoint).name.split("-")[1])
 
 
