@@ -7,6 +7,7 @@ A verdict compares held-out accuracies (or what the row names) of two groups of 
     seen       the mean difference lies more than two standard errors on the claimed side
     opposite   as far on the other side
     not seen   neither; or what was claimed to happen did not
+    not made yet    the evidence is not there
 
 Two standard errors of three to nine pairs are a rough rule, and the same for every row. "Ours" are claims of this project.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from results.claim_gradloc import largest_spike
 from results.running import RESULTS, collapse_step
 
-SEEN, NOT_SEEN, OPPOSITE = "seen", "not seen", "opposite"
+SEEN, NOT_SEEN, OPPOSITE, NOT_MADE = "seen", "not seen", "opposite", "not made yet"
 
 
 @dataclass
@@ -684,8 +685,13 @@ def tables():
     """{"claims": lines of claims.md, "summary": the line under README's table, "recipes": README's table}."""
     entries, rows, verdicts = made(), [], {}
     for row in CLAIMS:
-        verdict, numbers = row.judge()
-        entry = entries[row.evidence]
+        known = row.evidence in entries
+        verdict, numbers = row.judge() if known else (NOT_MADE, "-")
+        entry = (
+            entries[row.evidence]
+            if known
+            else {"command": f"python results/reproduce.py {row.evidence}", "minutes": "-", "seeds": "-"}
+        )
         verdicts[row.id] = verdict
         cells = [row.id, row.statement, row.source, f"**{verdict}**", numbers, f"`{entry['command']}`"]
         rows.append("| " + " | ".join([*cells, str(entry["minutes"]), entry["seeds"]]) + " |")
@@ -704,23 +710,27 @@ def tables():
 
 def tally(verdicts):
     verdicts = list(verdicts)
-    return ", ".join(f"{verdicts.count(v)} {v}" for v in (SEEN, NOT_SEEN, OPPOSITE) if v in verdicts)
+    return ", ".join(f"{verdicts.count(v)} {v}" for v in (SEEN, NOT_SEEN, OPPOSITE, NOT_MADE) if v in verdicts)
 
 
 def recipe_table(entries, verdicts):
-    runs, date = runs_of("defaults"), entries["defaults"]
+    runs = runs_of("defaults") if "defaults" in entries else {}
     yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | claims |"
     yield "|---|---|---|---|---|"
     for name, (papers, idea, ids, report) in RECIPES.items():
+        own = tally(v for i, v in verdicts.items() if i.split("-")[0] in ids)
+        first = f"| [{name}](recipes/{name}) | {papers} | {idea}"
+        if not runs:
+            yield f"{first} | - | [{own}](results/{report}/report.md) |"
+            continue
         by_seed = runs[name.removesuffix(".py")]
         before = [100 * next(r["eval/accuracy"] for r in by_seed[s] if "eval/accuracy" in r) for s in sorted(by_seed)]
         end = after(runs, name.removesuffix(".py"))
         updates = max(r["step"] for r in by_seed[0])
-        minutes = statistics.mean(date["arm_minutes"][name.removesuffix(".py")])
-        own = [v for i, v in verdicts.items() if i.split("-")[0] in ids]
+        minutes = statistics.mean(entries["defaults"]["arm_minutes"][name.removesuffix(".py")])
         gain = f"{statistics.mean(before):.0f} % -> {text_of(end)} % held-out in {updates} updates"
         cost = f"{minutes:.1f} minutes of one core ({len(end)} seeds)"
-        yield f"| [{name}](recipes/{name}) | {papers} | {idea} | {gain}, {cost} | [{tally(own)}](results/{report}/report.md) |"
+        yield f"{first} | {gain}, {cost} | [{own}](results/{report}/report.md) |"
 
 
 MARKS = {

@@ -361,7 +361,8 @@ def test_missing_file_names_its_neighbours(tmp_path):
     for wrong in ("math50.jsonl", "math500.json", "math500.jsnl"):
         with pytest.raises(FileNotFoundError) as caught:
             load_math_rows(tmp_path / wrong)
-        assert f"no file {tmp_path / wrong}; did you mean {tmp_path / 'math500.jsonl'}?" == str(caught.value)
+        start = f"no file {tmp_path / wrong}; did you mean {tmp_path / 'math500.jsonl'}?"
+        assert str(caught.value).startswith(start)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load_math_rows(tmp_path / "nowhere" / "a.jsonl")
 
