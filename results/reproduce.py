@@ -36,7 +36,7 @@ RUNS = {  # name -> (what it is, the function that runs its arms)
         minirl_push,
     ),
     "async_time": ("seconds of an update at each staleness, on an idle machine: 4 arms", async_time),
-    "async": ("staleness 0 to 16, replay and clip: 28 arms", async_),
+    "async": ("staleness 0 to 16, replay and clip: 22 arms", async_),
     "dsv32": ("DeepSeek-V3.2's mechanisms one by one on the tiny MoE: 20 arms", dsv32),
     "ares": ("8 optimizers at 4 to 6 learning rates, ablations, estimators: 57 arms", ares),
     "ares_spectra": ("spectra of the gradient: verifiable reward, random reward, SFT", ares_spectra),
