@@ -197,14 +197,13 @@ def _child(out, log, words):
 
 
 def start(options, folder, name="audit", **places):
-    """The recipe of a command line in a process of its own, a fork of this one: what is imported is imported once.
+    """The recipe of a command line in a fresh process: a fork would inherit the locks of threads that it has not.
     `places` replaces words of the command line. -> the process, to be given to `result`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     words = [str(places.get(word, word)) for word in shlex.split(options)] + ["--output_dir", str(folder / "run")]
     out, log = folder / f"{name}.json", folder / f"{name}.log"
-    importlib.import_module(Path(words[0]).stem)
-    process = get_context("fork").Process(target=_child, args=(out, log, words))
+    process = get_context("spawn").Process(target=_child, args=(out, log, words))
     process.out, process.log = out, log
     process.start()
     return process
