@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 
-from results.running import REPO, run_arms, spread, write_table
+from results.running import REPO, rows_by_arm, run_arms, spread, write_table
 from spectral_monitor import mean_over, plot_spectra, read_spectra
 
 RATES = {  # four or more for each optimizer, with the best of them inside the range
@@ -131,30 +131,24 @@ def spectra_arms(larger):
     return arms
 
 
-def sweep_rows(runs):
-    """One row an arm: accuracy, reward, collapse, ranks, minutes; mean and spread over seeds."""
-    for arm, by_seed in runs.items():
-        columns = {}
-        for records, minutes in by_seed.values():
-            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-            train = [r for r in records if "grad_norm" in r]
-            tail = train[-10:]
-            row = {
-                "held-out after %": evals[-1],
-                "gain, points": evals[-1] - evals[0],
-                "accuracy, last 10 steps": statistics.mean(r["accuracy"] for r in tail),
-                "best accuracy": max(
-                    statistics.mean(r["accuracy"] for r in train[i : i + 10]) for i in range(max(1, len(train) - 9))
-                ),
-                "entropy, last 10": statistics.mean(r["entropy"] for r in tail),
-                "rank, mean over the run": statistics.mean(r["ares/rank/mean"] for r in train)
-                if "ares/rank/mean" in train[0]
-                else None,
-                "minutes": minutes,
-            }
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
-        yield list(columns), [arm, *(spread(values) if None not in values else "-" for values in columns.values())]
+def sweep_cells(records, minutes):
+    """The cells of one run: accuracy, reward, collapse, ranks, minutes."""
+    evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    train = [r for r in records if "grad_norm" in r]
+    tail = train[-10:]
+    return {
+        "held-out after %": evals[-1],
+        "gain, points": evals[-1] - evals[0],
+        "accuracy, last 10 steps": statistics.mean(r["accuracy"] for r in tail),
+        "best accuracy": max(
+            statistics.mean(r["accuracy"] for r in train[i : i + 10]) for i in range(max(1, len(train) - 9))
+        ),
+        "entropy, last 10": statistics.mean(r["entropy"] for r in tail),
+        "rank, mean over the run": statistics.mean(r["ares/rank/mean"] for r in train)
+        if "ares/rank/mean" in train[0]
+        else None,
+        "minutes": minutes,
+    }
 
 
 def best_rates(rows, heads):
@@ -197,9 +191,9 @@ SPECTRA_HEAD = ["arm"] + [
 def ares(seeds, steps, out, jobs):
     arms = sweep_arms()
     runs, _ = run_arms("ares", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
-    heads, rows = zip(*sweep_rows(runs), strict=True)
-    write_table("ares", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out)
-    print("\n".join(best_rates(rows, heads[0])))
+    names, rows = rows_by_arm(runs, sweep_cells)
+    write_table("ares", ["arm", *names], rows, runs, seeds, steps, jobs, out)
+    print("\n".join(best_rates(rows, names)))
 
 
 def ares_spectra(seeds, steps, out, jobs):

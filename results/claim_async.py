@@ -9,9 +9,9 @@ import statistics
 
 from results.running import (
     REPO,
-    cells,
     collapse_step,
     curves_by_group,
+    rows_by_arm,
     run_arms,
     spread,
     windows,
@@ -48,34 +48,28 @@ TIMES = {
 }
 
 
-def rows_of(runs):
-    """One row an arm: outcome, stability, staleness; mean and spread over seeds."""
-    for arm, by_seed in runs.items():
-        columns = {}
-        for records, minutes in by_seed.values():
-            train = [r for r in records if "grad_norm" in r]
-            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-            points = [{"step": step, **w} for step, w in windows(train, 8) if "reward" in w]
-            last = points[-1]
-            row = {
-                "held-out after %": evals[-1],
-                "gain, points": evals[-1] - evals[0],
-                "best reward": max(w["reward"] for w in points),
-                "last reward": last["reward"],
-                "collapse step": collapse_step(points),
-                "staleness, last 8": last["async/staleness/p50"],
-                "mismatch k3, last 8": last["mismatch/k3"],
-                "F(2), last 8": last["mismatch/extreme_frac"],
-                "omega p99, last 8": last["omega/p99"],
-                "tokens clipped %": 100 * statistics.mean(w["minirl/masked_frac"] for w in points),
-                "routing as the engine's %": 100 * last["routing/rollout_agreement"],
-                "entropy, last": last["entropy"],
-                "largest grad norm": max(r["grad_norm"] for r in train),
-                "minutes": minutes,
-            }
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
-        yield list(columns), [arm, *cells(columns)]
+def cells_of(records, minutes):
+    """The cells of one run: outcome, stability, staleness."""
+    train = [r for r in records if "grad_norm" in r]
+    evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    points = [{"step": step, **w} for step, w in windows(train, 8) if "reward" in w]
+    last = points[-1]
+    return {
+        "held-out after %": evals[-1],
+        "gain, points": evals[-1] - evals[0],
+        "best reward": max(w["reward"] for w in points),
+        "last reward": last["reward"],
+        "collapse step": collapse_step(points),
+        "staleness, last 8": last["async/staleness/p50"],
+        "mismatch k3, last 8": last["mismatch/k3"],
+        "F(2), last 8": last["mismatch/extreme_frac"],
+        "omega p99, last 8": last["omega/p99"],
+        "tokens clipped %": 100 * statistics.mean(w["minirl/masked_frac"] for w in points),
+        "routing as the engine's %": 100 * last["routing/rollout_agreement"],
+        "entropy, last": last["entropy"],
+        "largest grad norm": max(r["grad_norm"] for r in train),
+        "minutes": minutes,
+    }
 
 
 def effects(runs):
@@ -149,12 +143,12 @@ def at_equal_time(runs, times):
 def async_(seeds, steps, out, jobs):
     runs, _ = run_arms("async", ARMS, seeds, steps, out, jobs, recipe="minirl_async_r3", every=8)
     curves_by_group(runs, out)
-    heads, rows = zip(*rows_of(runs), strict=True)
+    names, rows = rows_by_arm(runs, cells_of)
     times = REPO / "results" / "async_time" / "time.json"
     more = list(effects(runs))
     if times.exists():
         more += at_equal_time(runs, json.loads(times.read_text()))
-    write_table("async", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, more)
+    write_table("async", ["arm", *names], rows, runs, seeds, steps, jobs, out, more)
 
 
 def async_time(seeds, steps, out, jobs):

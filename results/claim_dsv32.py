@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from results.running import cells, collapse_step, curves_by_group, run_arms, windows, write_table
+from results.running import collapse_step, curves_by_group, rows_by_arm, run_arms, windows, write_table
 from rlvr_common import k3, unbiased_kl
 
 # DeepSeek-V3.2's mechanisms (arXiv:2512.02556, section 3.1) on the tiny MoE, one changed at a time; the guard only watches.
@@ -40,34 +40,28 @@ DSV32_ARMS = {
 }  # fmt: skip
 
 
-def dsv32_rows(runs):
-    """One row an arm of the DeepSeek-V3.2 claim: outcome, mismatch, KL and filters; mean and spread over seeds."""
-    for arm, by_seed in runs.items():
-        columns = {}
-        for records, minutes in by_seed.values():
-            train = [r for r in records if "grad_norm" in r]
-            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-            points = [{"step": step, **w} for step, w in windows(train, 8) if "reward" in w]
-            row = {
-                "held-out after %": evals[-1],
-                "gain, points": evals[-1] - evals[0],
-                "best reward": max(w["reward"] for w in points),
-                "last reward": points[-1]["reward"],
-                "collapse step": collapse_step(points),
-                "largest grad norm": max(r["grad_norm"] for r in train),
-                "kept mass": points[0].get("support/rollout_kept_mass"),
-                "mean mismatch, first": train[0]["mismatch/mean"],
-                "last": points[-1]["mismatch/mean"],
-                "F(2), last": points[-1]["mismatch/extreme_frac"],
-                "kl, last": points[-1].get("kl"),
-                "sequences masked %": 100 * statistics.mean(r.get("off_policy_mask/masked_frac", 0.0) for r in train),
-                "steps with an alarm": float(sum(r.get("guard/level", 0.0) >= 2 for r in train)),
-                "entropy, last": points[-1]["entropy"],
-                "minutes": minutes,
-            }
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
-        yield list(columns), [arm, *cells(columns)]
+def dsv32_cells(records, minutes):
+    """The cells of one run of the DeepSeek-V3.2 claim: outcome, mismatch, KL and filters."""
+    train = [r for r in records if "grad_norm" in r]
+    evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    points = [{"step": step, **w} for step, w in windows(train, 8) if "reward" in w]
+    return {
+        "held-out after %": evals[-1],
+        "gain, points": evals[-1] - evals[0],
+        "best reward": max(w["reward"] for w in points),
+        "last reward": points[-1]["reward"],
+        "collapse step": collapse_step(points),
+        "largest grad norm": max(r["grad_norm"] for r in train),
+        "kept mass": points[0].get("support/rollout_kept_mass"),
+        "mean mismatch, first": train[0]["mismatch/mean"],
+        "last": points[-1]["mismatch/mean"],
+        "F(2), last": points[-1]["mismatch/extreme_frac"],
+        "kl, last": points[-1].get("kl"),
+        "sequences masked %": 100 * statistics.mean(r.get("off_policy_mask/masked_frac", 0.0) for r in train),
+        "steps with an alarm": float(sum(r.get("guard/level", 0.0) >= 2 for r in train)),
+        "entropy, last": points[-1]["entropy"],
+        "minutes": minutes,
+    }
 
 
 def kl_gradients():
@@ -94,5 +88,5 @@ def kl_gradients():
 def dsv32(seeds, steps, out, jobs):
     runs, _ = run_arms("dsv32", DSV32_ARMS, seeds, steps, out, jobs, recipe="dsv32_stable", every=8)
     curves_by_group(runs, out)
-    heads, rows = zip(*dsv32_rows(runs), strict=True)
-    write_table("dsv32", ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, ["", *kl_gradients()])
+    names, rows = rows_by_arm(runs, dsv32_cells)
+    write_table("dsv32", ["arm", *names], rows, runs, seeds, steps, jobs, out, ["", *kl_gradients()])

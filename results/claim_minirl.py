@@ -2,7 +2,7 @@
 
 import statistics
 
-from results.running import REPO, cells, collapse_step, curves_by_group, run_arms, spread, windows, write_table
+from results.running import REPO, collapse_step, curves_by_group, rows_by_arm, run_arms, spread, windows, write_table
 
 # MiniRL's ablations (arXiv:2512.01374, section 4) on the tiny MoE: mini-batches of 4 prompts x 8 samples, the same number of gradient
 # steps and of samples in every arm. The learning rate is three times the embedded default's: at that one eight updates a sampling
@@ -67,35 +67,29 @@ MINIRL_PUSH = {
 }  # fmt: skip
 
 
-def minirl_rows(runs):
-    """One row an arm: accuracy, the reward's peak and end over windows of 8 updates, stability, routing; mean and spread."""
-    for arm, by_seed in runs.items():
-        columns = {}
-        for records, minutes in by_seed.values():
-            evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-            points = [(step, w) for step, w in windows(records, 8) if "reward" in w]
-            rewards, last = [w["reward"] for _, w in points], points[-1][1]
-            collapsed = collapse_step([{"step": step, **w} for step, w in points])
-            row = {
-                "held-out after %": evals[-1],
-                "gain, points": evals[-1] - evals[0],
-                "best reward": max(rewards),
-                "last reward": rewards[-1],
-                "collapse step": collapsed,
-                "entropy, first": points[0][1]["entropy"],
-                "last": last["entropy"],
-                "mismatch k3, first": points[0][1]["mismatch/k3"],
-                "last 8": last["mismatch/k3"],
-                "F(2), last 8": last["mismatch/extreme_frac"],
-                "tokens clipped %": 100 * statistics.mean(w["minirl/masked_frac"] for _, w in points),
-                "routing as the engine's %": 100 * last["routing/rollout_agreement"],
-                "as pi_old's %": 100 * last["routing/old_agreement"] if "routing/old_agreement" in last else None,
-                "largest grad norm": max(r["grad_norm"] for r in records if "grad_norm" in r),
-                "minutes": minutes,
-            }
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
-        yield list(columns), [arm, *cells(columns)]
+def minirl_cells(records, minutes):
+    """The cells of one run: accuracy, the reward's peak and end over windows of 8 updates, stability, routing; mean and spread."""
+    evals = [100 * r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    points = [(step, w) for step, w in windows(records, 8) if "reward" in w]
+    rewards, last = [w["reward"] for _, w in points], points[-1][1]
+    collapsed = collapse_step([{"step": step, **w} for step, w in points])
+    return {
+        "held-out after %": evals[-1],
+        "gain, points": evals[-1] - evals[0],
+        "best reward": max(rewards),
+        "last reward": rewards[-1],
+        "collapse step": collapsed,
+        "entropy, first": points[0][1]["entropy"],
+        "last": last["entropy"],
+        "mismatch k3, first": points[0][1]["mismatch/k3"],
+        "last 8": last["mismatch/k3"],
+        "F(2), last 8": last["mismatch/extreme_frac"],
+        "tokens clipped %": 100 * statistics.mean(w["minirl/masked_frac"] for _, w in points),
+        "routing as the engine's %": 100 * last["routing/rollout_agreement"],
+        "as pi_old's %": 100 * last["routing/old_agreement"] if "routing/old_agreement" in last else None,
+        "largest grad norm": max(r["grad_norm"] for r in records if "grad_norm" in r),
+        "minutes": minutes,
+    }
 
 
 def minirl_pairs(after):
@@ -130,14 +124,14 @@ def minirl_pairs(after):
 def minirl_report(claim, arms, seeds, steps, out, jobs):
     runs, _ = run_arms(claim, arms, seeds, steps, out, jobs, recipe="minirl_sync", every=8)
     curves_by_group(runs, out)
-    heads, rows = zip(*minirl_rows(runs), strict=True)
+    names, rows = rows_by_arm(runs, minirl_cells)
     after = {
         (arm, seed): 100 * [r["eval/accuracy"] for r in records if "eval/accuracy" in r][-1]
         for arm, by_seed in runs.items()
         for seed, (records, _) in by_seed.items()
     }
     more = list(minirl_pairs(after)) if claim == "minirl" else ()
-    write_table(claim, ["arm", *heads[0]], rows, runs, seeds, steps, jobs, out, more)
+    write_table(claim, ["arm", *names], rows, runs, seeds, steps, jobs, out, more)
 
 
 def minirl(seeds, steps, out, jobs):

@@ -9,6 +9,7 @@ A verdict compares held-out accuracies (or what the row names) of two groups of 
     not seen   neither; or what was claimed to happen did not
     not made yet    the evidence is not there
 
+A claim of no difference is seen where the difference stays within two standard errors, and opposite where it is above: a weak test.
 Two standard errors of three to nine pairs are a rough rule, and the same for every row. "Ours" are claims of this project.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from results.claim_gradloc import largest_spike
-from results.running import RESULTS, collapse_step
+from results.running import RESULTS, collapse_step, fill, spread
 
 SEEN, NOT_SEEN, OPPOSITE, NOT_MADE = "seen", "not seen", "opposite", "not made yet"
 
@@ -89,13 +90,6 @@ def collapsed(runs, arm):
 # ---------------------------------------------------------------- judging
 
 
-def text_of(values, digits=3):
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}g}"
-    return f"{mean:.{digits}g} ± {statistics.stdev(values):.2g}"
-
-
 def differences(pairs):
     """[(of each pair the list before, the list after)] -> one list of differences, paired by position."""
     return [b - a for before, later in pairs for a, b in zip(before, later, strict=True)]
@@ -108,7 +102,7 @@ def rises(values):
 
 
 def points(values, what="points"):
-    return f"{text_of(values)} {what} over {len(values)} pairs"
+    return f"{spread(values)} {what} over {len(values)} pairs"
 
 
 def differ(first, second):
@@ -128,7 +122,7 @@ def planted(kind, method="directional"):
 
 def found(kind, cause):
     rates = planted(kind)
-    verdict = SEEN if rates["found"] >= 0.95 and (rates["classified"] or 1.0) >= 0.95 else NOT_SEEN
+    verdict = SEEN if rates["found"] >= 0.95 and rates["classified"] >= 0.95 else NOT_SEEN
     return (
         verdict,
         f"found {100 * rates['found']:.0f} %, named {cause} {100 * rates['classified']:.0f} % of {rates['trials']}",
@@ -209,7 +203,7 @@ def _():
     fall = [math.log(a / b) for a, b in zip(plain, clipped, strict=True)]
     return rises(
         fall
-    ), f"largest norm over the median before it {text_of(plain)} -> {text_of(clipped)} ({len(fall)} seeds)"
+    ), f"largest norm over the median before it {spread(plain)} -> {spread(clipped)} ({len(fall)} seeds)"
 
 
 @claim("gradloc-ladder", "TokenClip, SeqClip, LayerClip postpone the collapse (SGD)", BLOG, "gradloc")
@@ -238,7 +232,7 @@ def _():
 )
 def _():
     values = mean_of(runs_of("gradloc"), "SGD: GRPO", "layer_clip/corr_min")
-    return SEEN if max(values) < 0.5 else NOT_SEEN, f"smallest correlation {text_of(values)}"
+    return SEEN if max(values) < 0.5 else NOT_SEEN, f"smallest correlation {spread(values)}"
 
 
 @claim("tokenclip-accuracy", "TokenClip lets GRPO learn more at fp8 rollouts", BLOG, "grpo_tokenclip")
@@ -253,7 +247,7 @@ def _():
     runs = runs_of("grpo_tokenclip")
     without, with_it = (largest_of(runs, f"GRPO + TokenClip{more}", "grad_norm") for more in ("", " + SeqClip"))
     fall = [a - b for a, b in zip(without, with_it, strict=True)]
-    return rises(fall), f"{text_of(without)} -> {text_of(with_it)}"
+    return rises(fall), f"{spread(without)} -> {spread(with_it)}"
 
 
 # ---------------------------------------------------------------- MiniRL
@@ -283,7 +277,7 @@ def _():
     arms = [("N=1: MiniRL", "N=1: + R3"), *((f"N={n}: no replay, clip", f"N={n}: R3, clip") for n in (2, 4, 8))]
     without, replayed = ([v for pair in arms for v in mean_of(runs, pair[i], "mismatch/k3")] for i in (0, 1))
     fall = [a - b for a, b in zip(without, replayed, strict=True)]
-    return rises(fall), f"k3 {text_of(without, 2)} -> {text_of(replayed, 2)}, N = 1, 2, 4, 8"
+    return rises(fall), f"k3 {spread(without)} -> {spread(replayed)}, N = 1, 2, 4, 8"
 
 
 @claim("r3-dense", "R3 takes a MoE's mismatch down to a dense model's", "arXiv:2510.11370", "mismatch")
@@ -350,7 +344,7 @@ def _():
         n: after(runs, f"N={n}: no replay, clip") for n in (2, 4, 8)
     }
     verdict = NOT_SEEN if any(differ(ends[1], ends[n]) for n in (2, 4, 8)) else SEEN
-    return verdict, ", ".join(f"N={n}: {text_of(v)} %" for n, v in ends.items())
+    return verdict, ", ".join(f"N={n}: {spread(v)} %" for n, v in ends.items())
 
 
 @claim("minirl-cold-starts", "Different cold starts end at comparable accuracy", PAPER, "minirl")
@@ -358,7 +352,7 @@ def _():
     runs = runs_of("minirl")
     ends = {name: after(runs, f"cold start: {name}") for name in ("steps", "split", "words")}
     verdict = OPPOSITE if differ(ends["steps"], ends["words"]) else SEEN
-    return verdict, ", ".join(f"{name} {text_of(v)} %" for name, v in ends.items())
+    return verdict, ", ".join(f"{name} {spread(v)} %" for name, v in ends.items())
 
 
 @claim("minirl-collapse-mismatch", "A collapse goes with a rise of the mismatch", PAPER, "minirl_push")
@@ -465,7 +459,7 @@ def _():
         for how in ("kept", "not kept")
     )
     gap = [abs(1 - b) - abs(1 - a) for a, b in zip(kept, lost, strict=True)]
-    return rises(gap), f"{text_of(lost)} -> {text_of(kept)}"
+    return rises(gap), f"{spread(lost)} -> {spread(kept)}"
 
 
 @claim("dsv32-mask-accuracy", "Keeping the sampling mask raises accuracy", V32, "dsv32")
@@ -491,7 +485,7 @@ def _():
     arm = "KL estimator: N=8, beta 0.1, "
     plain, unbiased = (largest_of(runs, f"{arm}{kind}", "grad_norm") for kind in ("k3", "unbiased"))
     rise = [math.log(a / b) for a, b in zip(plain, unbiased, strict=True)]
-    return rises(rise), f"largest norm (means of 8 updates) {text_of(plain)} against {text_of(unbiased)}"
+    return rises(rise), f"largest norm (means of 8 updates) {spread(plain)} against {spread(unbiased)}"
 
 
 @claim("dsv32-mask-grows", "The off-policy mask drops more sequences the more updates a sampling feeds", V32, "dsv32")
@@ -540,9 +534,7 @@ def against(name, other):
     """Verdict on "Ares at its best rate is better than another optimizer at its own"."""
     runs = runs_of("ares")
     (rate, own), (other_rate, theirs) = best(runs, name), best(runs, other)
-    return rises(
-        differences([(theirs, own)])
-    ), f"{text_of(own)} % at {rate} against {text_of(theirs)} % at {other_rate}"
+    return rises(differences([(theirs, own)])), f"{spread(own)} % at {rate} against {spread(theirs)} % at {other_rate}"
 
 
 @claim("ares-adamw", "Ares ends above AdamW, each at its best learning rate", ARTICLE, "ares")
@@ -603,7 +595,7 @@ def _():
     runs = runs_of("ares")
     own, without = rates_of(runs, "ares"), rates_of(runs, "no low rank")
     down = [rate for rate in own if statistics.mean(without[rate]) < statistics.mean(own[rate]) / 2]
-    numbers = "; ".join(f"{rate}: {text_of(own[rate])} against {text_of(without[rate])} %" for rate in own)
+    numbers = "; ".join(f"{rate}: {spread(own[rate])} against {spread(without[rate])} %" for rate in own)
     return SEEN if down else NOT_SEEN, numbers
 
 
@@ -613,7 +605,7 @@ def _():
 def _():
     runs = runs_of("ares")
     own, without = after(runs, "projected at 1e-3"), after(runs, "no low rank at 1e-3")
-    return rises(differences([(without, own)])), f"at 1e-3 {text_of(own)} against {text_of(without)} %"
+    return rises(differences([(without, own)])), f"at 1e-3 {spread(own)} against {spread(without)} %"
 
 
 @claim("ares-wide", "The projected step learns at ten times AdamW's best rate, where AdamW collapses", "ours", "ares")
@@ -623,7 +615,7 @@ def _():
     kept = rises(differences([(adamw, own)])) == SEEN and not differ(own, peak)
     return (
         SEEN if kept else NOT_SEEN,
-        f"at 1e-3 {text_of(own)} against {text_of(adamw)} %; AdamW at 1e-4 {text_of(peak)} %",
+        f"at 1e-3 {spread(own)} against {spread(adamw)} %; AdamW at 1e-4 {spread(peak)} %",
     )
 
 
@@ -639,7 +631,7 @@ def _():
 def _():
     runs = runs_of("ares")
     own, adamw = after(runs, "sft: ares at 1e-4"), after(runs, "sft: adamw at 1e-4")
-    return NOT_SEEN if differ(own, adamw) else SEEN, f"{text_of(own)} against {text_of(adamw)} %"
+    return NOT_SEEN if differ(own, adamw) else SEEN, f"{spread(own)} against {spread(adamw)} %"
 
 
 def shares(kind):
@@ -661,19 +653,19 @@ def shares(kind):
 )
 def _():
     first, last = shares("RLVR")
-    return rises(differences([(first, last)])), f"{text_of(first)} -> {text_of(last)} (4 of 256 directions)"
+    return rises(differences([(first, last)])), f"{spread(first)} -> {spread(last)} (4 of 256 directions)"
 
 
 @claim("ares-share-random", "It rises more than with a random reward", ARTICLE, "ares_spectra")
 def _():
     own, random = (differences([shares(kind)]) for kind in ("RLVR", "random reward"))
-    return rises(differences([(random, own)])), f"rise {text_of(own)} against {text_of(random)}"
+    return rises(differences([(random, own)])), f"rise {spread(own)} against {spread(random)}"
 
 
 @claim("ares-share-sft", "It is larger under RLVR than under SFT", ARTICLE, "ares_spectra")
 def _():
     own, sft = shares("RLVR")[1], shares("SFT")[1]
-    return rises(differences([(sft, own)])), f"at the end {text_of(own)} against {text_of(sft)}"
+    return rises(differences([(sft, own)])), f"at the end {spread(own)} against {spread(sft)}"
 
 
 # ---------------------------------------------------------------- the table
@@ -759,7 +751,7 @@ def recipe_table(entries, verdicts):
         end = after(runs, name.removesuffix(".py"))
         updates = max(r["step"] for r in by_seed[0])
         minutes = statistics.mean(entries["defaults"]["arm_minutes"][name.removesuffix(".py")])
-        gain = f"{statistics.mean(before):.0f} % -> {text_of(end)} % held-out in {updates} updates"
+        gain = f"{statistics.mean(before):.0f} % -> {spread(end)} % held-out in {updates} updates"
         cost = f"{minutes:.1f} minutes of one core ({len(end)} {'seed' if len(end) == 1 else 'seeds'})"
         yield f"{first} | {gain}, {cost} | [{own}](results/{report}/report.md) |"
 
@@ -770,22 +762,14 @@ MARKS = {
 }
 
 
-def fill(text, name, lines, where):
-    """Replaces what lies between the two marks of `name`. ValueError where a mark is missing."""
-    begin, end = MARKS[name]
-    if begin not in text or end not in text:
-        raise ValueError(f"{where} has lost its marks {begin} ... {end}: put them back where the table belongs")
-    return text.split(begin)[0] + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + text.split(end)[1]
-
-
 def written():
     """{path: text} of the files that hold the tables, as they should be."""
     lines = tables()
     page, readme = RESULTS / "claims.md", RESULTS.parent / "README.md"
-    text = fill(readme.read_text(), "recipes", lines["recipes"], readme.name)
+    text = fill(readme.read_text(), MARKS["recipes"], lines["recipes"], readme.name)
     return {
-        page: fill(page.read_text(), "claims", lines["claims"], page.name),
-        readme: fill(text, "summary", lines["summary"], readme.name),
+        page: fill(page.read_text(), MARKS["claims"], lines["claims"], page.name),
+        readme: fill(text, MARKS["summary"], lines["summary"], readme.name),
     }
 
 

@@ -162,6 +162,19 @@ def cells(columns):
             yield spread(known) if known else "-"
 
 
+def rows_by_arm(runs, row_of):
+    """{name: value a seed} of `row_of(records, minutes)` -> (the names, [one table row an arm: its name, then mean and spread])."""
+    names, rows = [], []
+    for arm, by_seed in runs.items():
+        columns = {}
+        for records, minutes in by_seed.values():
+            for name, value in row_of(records, minutes).items():
+                columns.setdefault(name, []).append(value)
+        names = list(columns)
+        rows.append([arm, *cells(columns)])
+    return names, rows
+
+
 def curves_by_group(runs, out):
     """Arms are named "group: arm"; one figure a group, curve_<group>.png."""
     for group in dict.fromkeys(arm.split(":")[0] for arm in runs):
@@ -169,14 +182,15 @@ def curves_by_group(runs, out):
         curves(part, out / f"curve_{group.lower().translate({ord(' '): '_', ord('='): None, ord(','): None})}.png")
 
 
-BEGIN, END = "<!-- figures: written by results/reproduce.py -->", "<!-- end of figures -->"
+FIGURES = "<!-- figures: written by results/reproduce.py -->", "<!-- end of figures -->"
 
 
-def fill(path, lines):
-    """Replace the figures between the two marks of a report; the words around them are written by hand."""
-    text = path.read_text() if path.exists() else f"{BEGIN}\n{END}\n"
-    head, rest = text.split(BEGIN)
-    path.write_text(head + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1])
+def fill(text, marks, lines, where):
+    """Replaces what lies between two marks of a file; the words around them are written by hand. ValueError where one is missing."""
+    begin, end = marks
+    if begin not in text or end not in text:
+        raise ValueError(f"{where} has lost its marks {begin} ... {end}: put them back where the figures belong")
+    return text.split(begin)[0] + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + text.split(end)[1]
 
 
 def record(name, command, minutes, seeds, **more):
@@ -205,19 +219,13 @@ def write_table(claim, head, rows, runs, seeds, steps, jobs, out, more=()):
     ]
     command = f"python results/reproduce.py {claim} --seeds {' '.join(map(str, seeds))}"
     command += (f" --steps {steps}" if steps else "") + (f" --jobs {jobs}" if jobs > 1 else "")
-    fill(
-        out / "report.md",
-        [f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds.", "", *lines, *more],
-    )
+    path = out / "report.md"
+    text = path.read_text() if path.exists() else "\n".join(FIGURES) + "\n"
+    made = f"Made by `{command}`, mean ± standard deviation over {len(seeds)} seeds."
+    path.write_text(fill(text, FIGURES, [made, "", *lines, *more], path.name))
     if steps is None and len(seeds) >= 3:
-        minutes = sum(took for by_seed in runs.values() for _, took in by_seed.values()) / jobs
         took = {arm: [round(minutes, 2) for _, minutes in by_seed.values()] for arm, by_seed in runs.items()}
-        record(
-            claim,
-            command,
-            minutes,
-            f"{seeds[0]}-{seeds[-1]}",
-            **({"arm_minutes": took} if claim == "defaults" else {}),
-        )
+        more = {"arm_minutes": took} if claim == "defaults" else {}  # README's recipe table shows them
+        record(claim, command, sum(map(sum, took.values())) / jobs, f"{seeds[0]}-{seeds[-1]}", **more)
     print("\n".join(lines))
     print(json.dumps({"claim": claim, "out": str(out), "runs": len(seeds) * len(runs)}))

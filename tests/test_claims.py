@@ -34,4 +34,4 @@ def test_verdict_is_two_standard_errors(values, verdict):
 
 def test_marks_that_are_gone_are_named():
     with pytest.raises(ValueError, match="page.md has lost its marks"):
-        claims.fill("no marks", "claims", ["| a |"], "page.md")
+        claims.fill("no marks", claims.MARKS["claims"], ["| a |"], "page.md")
