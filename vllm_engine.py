@@ -347,6 +347,10 @@ class VLLMEngine:
                 f"the vLLM server at {self.server.url} records sampling masks and so refuses requests without a bounded top_k: start "
                 "it without --return-sampling-mask, or train with --keep_sampling_mask"
             )
+        if config and self.pushes:
+            self.server.post(
+                "/resume"
+            )  # a run that was killed in a push has left it paused: requests would wait for ever
         # top_k: a server that records sampling masks takes no request without
         body = {"token_ids": self.probe_ids[:4], "sampling_params": {"max_tokens": 1, "logprobs": 0, "top_k": 1}}
         try:
@@ -423,7 +427,10 @@ class VLLMEngine:
                 )
             self.server.post("/update_weight_version", json={"new_version": label})
         finally:
-            self.server.post("/resume")
+            # Not on our connections: `close` may have ended them, and a server that stays paused answers nobody after us.
+            apart = Server(self.server.url, self.server.timeout_s, 1)
+            with apart.http:
+                apart.post("/resume")
         self._prove(weights.probe, label)
 
     def _follow(self, label: str) -> None:

@@ -575,6 +575,43 @@ def test_a_push_in_mid_generation(moe, tmp_path, on_push):
                     assert rollout.version[i] == min(row)
 
 
+def test_a_run_that_ends_in_a_push_leaves_a_server_that_answers(moe, tmp_path):
+    model = load(moe)
+    with MockVLLM(moe) as server:
+        engine, arrived, proceed, ends = connect(server, model, tmp_path), threading.Event(), threading.Event(), []
+        send = engine.transfer.send
+
+        def slow(*args):
+            arrived.set()
+            proceed.wait(20)
+            send(*args)
+
+        def push():
+            with pytest.raises(RuntimeError) as caught:
+                engine.push_weights(moved(model), 1)
+            ends.append(caught.value)
+
+        engine.transfer.send = slow
+        thread = threading.Thread(target=push)
+        thread.start()
+        assert arrived.wait(20) and not server.open.is_set()
+        engine.close()
+        proceed.set()
+        thread.join(20)
+        assert len(ends) == 1 and server.open.is_set()
+
+
+def test_a_server_that_a_killed_run_left_paused_is_taken_over(moe, tmp_path):
+    model = load(moe)
+    with MockVLLM(moe) as server:
+        server.open.clear()
+        with closing(connect(server, model, tmp_path, timeout_s=5.0)) as engine:
+            assert engine.generate(PROMPTS, 4).version == [0] * 5
+        server.open.clear()  # one that does not push has no say in it: the first process does
+        with pytest.raises(ServerGone, match="ReadTimeout"):
+            connect(server, model, tmp_path, timeout_s=0.5, pushes=False)
+
+
 def test_one_process_pushes_and_the_others_wait_for_the_label(moe, tmp_path):
     model = load(moe)
     with MockVLLM(moe) as server, closing(connect(server, model, tmp_path)) as first:
