@@ -694,6 +694,7 @@ def test_metrics_name_the_ranks():
     assert 1 < metrics["ares/rank/mean"] <= 4 and metrics["ares/skipped"] == 0
 
 
+@pytest.mark.slow
 def test_two_processes_with_sharded_parameters_equal_one():
     """Also uneven shards, a rank without any, a NaN on one rank, Cholesky failing, a sharding that is refused."""
     script = Path(__file__).with_name("ares_on_two.py")

@@ -344,7 +344,7 @@ class Late(FakeEngine):
         return answer
 
 
-@pytest.mark.parametrize("recycle", [True, False])
+@pytest.mark.parametrize("recycle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_thousand_updates_never_pass_the_bound(recycle):
     """Free-running: four workers, groups used as they finish, one to four updates a sampling taken at random."""
     pick, used, largest, now = random.Random(1), [], 0, 0

@@ -8,6 +8,7 @@ import pytest
 from mock_vllm import MockVLLM
 from test_minirl import load
 
+import vllm_engine
 from training import MODEL
 from vllm_engine import VLLMEngine
 
@@ -55,7 +56,9 @@ def test_account(audits, trained, left, twice):
     assert (found["trained"], found["open"], found["twice"]) == (trained, left, twice)
 
 
-def test_what_a_proxy_falsifies_or_loses_is_asked_for_again(tmp_path):
+@pytest.mark.slow
+def test_what_a_proxy_falsifies_or_loses_is_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "FIRST_PAUSE_S", 0.01)
     prompts = [[i, i + 1] for i in range(10, 28) for _ in range(2)]
     results = []
     with MockVLLM(MODEL) as server:

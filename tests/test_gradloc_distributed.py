@@ -164,7 +164,8 @@ def one_process():
     return run_cases(build(), [0, 1])
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_find_what_one_finds(kind, one_process, tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     with context.Manager() as manager:

@@ -255,6 +255,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_triggers_and_clips_as_one_that_never_stopped(tmp_path):
     from test_trainer import StopAt
 

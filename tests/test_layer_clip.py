@@ -774,6 +774,7 @@ def distribute_free(parameter, DTensor):
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_equal_one(tmp_path, world):
     torch.multiprocessing.spawn(worker, (world, str(tmp_path / "store")), nprocs=world)

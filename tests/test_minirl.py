@@ -924,6 +924,7 @@ def compare(one, two):
     assert max((one[1][k] - two[1][k]).abs().max().item() for k in one[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(moe, one_process, tmp_path):
     compare(one_process, launch(moe, tmp_path / "run", "--expect_distributed=ddp"))
 

@@ -390,7 +390,9 @@ def test_the_disk_budget_is_checked_at_start(tmp_path, monkeypatch):
 # --- drills -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["nan", "spike", "entropy", "reward"])
+@pytest.mark.parametrize(
+    "fault", ["nan", "spike", *(pytest.param(f, marks=pytest.mark.slow) for f in ("entropy", "reward"))]
+)
 def test_drill_rolled_back_run_equals_a_clean_one_that_left_the_batch_out(tmp_path, fault):
     beside = {"layer_clip": True, "spectral_every": 1}  # both look at the gradient before the guard does
     found = wrong_step(fault, tmp_path, from_start=True, **beside)
@@ -497,7 +499,9 @@ def test_a_damaged_checkpoint_is_refused_at_resume(tmp_path):
         stability.train(make_ours(tmp_path, **DRILL), str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["weights", "optimizer"])
+@pytest.mark.parametrize(
+    "size", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)], ids=["weights", "optimizer"]
+)
 def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path, size):
     """The writer of the weights fails, or torch's."""
     found = full_disk(tmp_path, size=size)

@@ -350,6 +350,7 @@ def test_completions_are_short(tokenizer, rows):
 # --- checkpoint ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_checkpoint_loads_offline_in_a_fresh_process():
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "

@@ -69,7 +69,9 @@ def test_parity_would_notice_another_loss(tmp_path):
 # --- invariances ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_sum"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", pytest.param("seq_sum", marks=pytest.mark.slow)]
+)
 def test_gradient_accumulation_does_not_change_the_run(tmp_path, aggregation):
     runs = []
     for per_device, accumulation in ((16, 1), (8, 2), (2, 8)):
@@ -164,7 +166,7 @@ RESUME = {
 }
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_resume_is_bit_for_bit(tmp_path, peft):
     config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if peft else None
     changes = RESUME | {"peft_config": config, "disable_dropout": False}

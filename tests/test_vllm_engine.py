@@ -329,7 +329,7 @@ def test_a_push_arrives_is_labelled_and_has_the_fingerprint_of_every_engine(moe,
             p for p in server.requests if p not in ("/health", "/inference/v1/generate", "/v1/models", "/server_info")
         ]
         order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-        assert pushes == 3 * order  # canary, version 0, version 7
+        assert pushes == ["/resume"] + 3 * order  # canary, version 0, version 7
         rollout = engine.generate(PROMPTS, 6)
         assert rollout.version == [7] * 5
         assert rollout.rollout_logps[0] == pytest.approx(own_logps(model, rollout, 0), abs=1e-4)
@@ -499,6 +499,7 @@ def test_a_server_that_dies_before_the_proof_gets_the_weights_again(moe, tmp_pat
         assert engine.generate([[1, 2]], 5).version == [3]
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_died_is_waited_for_and_a_lost_answer_to_that_is_asked_for_again(moe, tmp_path):
     """It answers 500 to requests and 503 to the question for its health until a supervisor starts it again."""
     model = load(moe)
@@ -723,6 +724,7 @@ def test_a_rollback_pushes_the_restored_weights_to_the_server_and_its_masks_are_
     assert runs[1][2][0]["mismatch/mean"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_asynchronously_the_server_may_die_and_the_run_goes_on(moe, tmp_path):
     changes = {"max_staleness": 1, "max_steps": 5, "engine": "vllm"}
     runs = []
