@@ -6,6 +6,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from real_vllm import START_S, RealServer
@@ -69,6 +70,14 @@ def test_samples_and_pushes_of_a_real_server(server, tmp_path):
             "temperature": 1.0,
         }
         assert told.items() <= engine.describe().items() and engine.describe()["vllm"]
+
+
+def test_a_server_that_a_killed_run_left_paused_is_taken_over(server, tmp_path):
+    httpx.post(f"{server.url}/pause?mode=wait", trust_env=False).raise_for_status()
+    assert httpx.get(f"{server.url}/is_paused", trust_env=False).json() == {"is_paused": True}
+    model = load(MODEL)
+    with closing(VLLMEngine(model, server.url, model.config.eos_token_id, tmp_path, timeout_s=60.0)) as engine:
+        assert engine.generate([[11, 12, 13]], 8).version == [0]
 
 
 def test_a_run_survives_the_death_of_its_server(server, tmp_path):
