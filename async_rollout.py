@@ -66,11 +66,11 @@ class Group:
         return min(self.rollout.version)
 
     def state_dict(self) -> dict[str, Any]:
-        return vars(self) | {"rollout": vars(self.rollout).copy()}
+        return vars(self) | {"rollout": self.rollout and vars(self.rollout).copy()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
-        return cls(**state | {"rollout": Rollout(**state["rollout"])})
+        return cls(**state | {"rollout": state["rollout"] and Rollout(**state["rollout"])})
 
 
 def join(groups: Iterable[Group]) -> Rollout:
@@ -162,14 +162,15 @@ class Buffer:
         with self._changed:
             self._asked, self._finished = [], []
 
-    def drained(self) -> list[Group]:
-        """Waits until everything that was asked for has finished -> all groups, in the order in which they leave."""
+    def settled(self) -> list[Group]:
+        """Waits until everything that was asked for has finished, or no more will -> all groups, in the order in which they
+        leave. After a failure some have no rollout."""
         with self._changed:
-            while len(self._finished) < len(self._asked):
-                if self._error is not None:
-                    raise self._error
-                self._changed.wait()
-            return list(self._finished if self.take_as == "as_finished" else self._asked)
+            self._changed.wait_for(lambda: len(self._finished) == len(self._asked) or self._error is not None)
+            if self.take_as == "in_order":
+                return list(self._asked)
+            finished = {id(group) for group in self._finished}
+            return self._finished + [group for group in self._asked if id(group) not in finished]
 
 
 # ---------------------------------------------------------------- who did what when
@@ -289,7 +290,8 @@ class AsyncEngine:
     ):
         if on_push not in ON_PUSH:
             raise ValueError(f"on_push is {on_push!r}: choose one of {', '.join(ON_PUSH)}")
-        self.engine, self.buffer, self.on_push = engine, buffer or Buffer(), on_push
+        self.engine, self.on_push = engine, on_push
+        self.buffer = Buffer() if buffer is None else buffer  # an empty one is false
         self.timeline = timeline or Timeline()
         self.version = engine.version  # the newest one that was pushed, whether it has arrived or not
         self._fingerprints = {engine.version: engine.fingerprint}
@@ -351,7 +353,12 @@ class AsyncEngine:
 
     def ask(self, groups: list[Group], max_new_tokens: int, **options: Any) -> None:
         """Samples the groups in their turn and puts them into the buffer."""
+        self._raise()
         self.buffer.ask(groups)
+        self.sample(groups, max_new_tokens, **options)
+
+    def sample(self, groups: list[Group], max_new_tokens: int, **options: Any) -> None:
+        """Groups that the buffer already waits for."""
 
         def job():
             begun = time.monotonic()
@@ -362,8 +369,8 @@ class AsyncEngine:
                 **options,
             )
             for group, part in zip(groups, split(rollout, [len(g.sequence_ids) for g in groups]), strict=True):
-                group.rollout = part
-                group.fingerprint = self._fingerprints[group.version]
+                group.fingerprint = self._fingerprints[min(part.version)]
+                group.rollout = part  # last: who looks at a group without a lock finds it whole
             self.timeline.add("generation", begun, sum(map(len, rollout.completion_ids)))
             self.buffer.finish(groups)
 
@@ -472,9 +479,12 @@ class Ahead:
         self.rank, self.world = rank, world
         self.cursor = self.recycled = self.stale = 0
         self.again: deque[Group] = deque()
+        self.missing: list[Group] = []  # of a checkpoint that was written when the engine had failed
 
     def ask(self, taken: int = 0) -> None:
         """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""
+        missing, self.missing = self.missing, []
+        self._in_calls(missing, self.engine.sample)
         self._sample(sum(self.due) - taken - len(self.engine.buffer))  # in place of stale ones
         while len(self.due) <= self.ahead:
             size, _ = self.stage()
@@ -483,11 +493,14 @@ class Ahead:
             self.cursor += self.per_sampling - size
 
     def _sample(self, count: int) -> None:
+        self._in_calls([self._next() for _ in range(count)], self.engine.ask)
+
+    def _in_calls(self, groups: list[Group], call: Callable[..., None]) -> None:
         # In order a sampling is one call, as the synchronous recipe makes it; else each group may finish by itself.
         at_once = self.per_sampling if self.engine.buffer.take_as == "in_order" else 1
         options = self.sampling | {"max_new_tokens": self.stage()[1]}
-        for start in range(0, count, at_once):
-            self.engine.ask([self._next() for _ in range(min(count - start, at_once))], **options)
+        for start in range(0, len(groups), at_once):
+            call(groups[start : start + at_once], **options)
 
     def _next(self) -> Group:
         if not self.again:
@@ -514,9 +527,10 @@ class Ahead:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was asked for, finished: what is under way would be sampled by weights that are gone."""
+        """Everything that was asked for, finished: what is under way would be sampled by weights that are gone. Where the engine
+        has failed, what it owes is asked for again after the resumption, of the weights of then."""
         return {
-            "groups": [group.state_dict() for group in self.engine.buffer.drained()],
+            "groups": [group.state_dict() for group in self.engine.buffer.settled()],
             "again": [group.state_dict() for group in self.again],
             "due": list(self.due),
             "cursor": self.cursor,
@@ -527,7 +541,8 @@ class Ahead:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = [Group.from_state(group) for group in state["groups"]]
         self.engine.buffer.ask(groups)
-        self.engine.buffer.finish(groups)
+        self.engine.buffer.finish([group for group in groups if group.rollout is not None])
+        self.missing = [group for group in groups if group.rollout is None]
         self.again = deque(Group.from_state(group) for group in state["again"])
         self.due = deque(state["due"])
         self.cursor, self.recycled, self.stale = state["cursor"], state["recycled"], state["stale"]
@@ -750,7 +765,7 @@ class AsyncTrainer(RLVRTrainer):
     # resume -----------------------------------------------------------------------------------------------------------
 
     def settle(self):
-        self.engine.buffer.drained()
+        self.engine.buffer.settled()  # a failure of the engine ends the run at its next sampling, with this checkpoint behind it
 
     def recipe_state(self):
         return self.ahead.state_dict()

@@ -1358,7 +1358,7 @@ class RLVRTrainer(GRPOTrainer):
         return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _save_checkpoint(self, model, trial):
-        self.settle()  # its error is the engine's and no failed write
+        self.settle()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         failure = None
         try:

@@ -150,9 +150,9 @@ def test_an_error_reaches_who_waits_and_who_comes_later():
     buffer = Buffer()
     buffer.ask([a_group(), a_group(version=0, name=1)])
     threading.Timer(0.05, buffer.fail, [OSError("broke")]).start()
-    for wait in (lambda: buffer.take(2, 0, 0), buffer.drained):
-        with pytest.raises(OSError, match="broke"):
-            wait()
+    assert len(buffer.settled()) == 2  # a checkpoint does not wait for ever
+    with pytest.raises(OSError, match="broke"):
+        buffer.take(2, 0, 0)
     with pytest.raises(RuntimeError, match="3 groups to take, but only 2 were asked for"):
         buffer.take(3, 0, 0)
 
@@ -278,7 +278,6 @@ def test_an_error_of_the_engine_reaches_everybody_and_nothing_hangs():
             lambda: engine.generate([[1]], 1, sequence_ids=[0]),
             lambda: engine.push_weights("weights", 1),
             lambda: engine.ask([a_group()], 4),
-            engine.buffer.drained,
         )
         for call in calls:
             with pytest.raises(OSError, match="the engine broke"):
@@ -412,7 +411,7 @@ def test_a_stage_leaves_groups_out_and_a_sampling_is_used_as_it_was_asked_for():
                 second.load_state_dict(first.state_dict())
                 schedule = second
             used.append([group.row["prompt"] for group in consume(schedule, now)])
-        schedule.engine.buffer.drained()
+        schedule.engine.buffer.settled()
     assert used == [[0], [4], [8], [12], [16, 17], [20, 21, 22, 23]] and limits == [2, 2, 2, 2, 3, 4, 4, 4]
 
 
@@ -682,6 +681,37 @@ def test_a_full_buffer_is_resumed_bit_for_bit(moe, tmp_path, in_process):
     assert [{k: v for k, v in r.items() if not k.startswith(timed)} for r in a] == [
         {k: v for k, v in r.items() if not k.startswith(timed)} for r in b
     ]
+
+
+@pytest.mark.parametrize("take", ["in_order", "as_finished"])
+def test_an_engine_that_fails_takes_no_checkpoint_along_and_what_it_owed_is_sampled_after_the_resumption(
+    moe, tmp_path, in_process, take
+):
+    changes = {"max_staleness": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 5, "take": take}
+    with closing(make_async(tmp_path / "run", moe, trainer=recording(MiniRLAsyncTrainer), **changes)) as failing:
+        inner, calls = failing.engine.engine, []
+        generate = inner.generate
+
+        def breaks(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == (4 if take == "in_order" else 7):  # the second half of a sampling, group by group
+                raise OSError("the engine broke")
+            return generate(*args, **kwargs)
+
+        inner.generate = breaks
+        with pytest.raises(OSError, match="the engine broke"):
+            failing.train()
+        last = failing.state.global_step
+    checkpoint = tmp_path / "run" / f"checkpoint-{last}"
+    assert last < 5 and (checkpoint / "trainer_state.json").exists()
+    own = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)["own"]
+    assert 0 < sum(group["rollout"] is None for group in own["groups"]) < len(own["groups"]) or last == 3
+    with closing(make_async(tmp_path / "run", moe, trainer=recording(MiniRLAsyncTrainer), **changes)) as rest:
+        rest.train(resume_from_checkpoint=str(checkpoint))
+    assert [step for step, _ in rest.seen] == list(range(last, 5))
+    assert all(0 <= step - int(x["version"].min()) <= 2 for step, x in rest.seen)
+    owed = [i for group in own["groups"] if group["rollout"] is None for i in group["sequence_ids"]]
+    assert owed and rest.ahead.missing == [] and rest.ahead.recycled == rest.ahead.stale == 0
 
 
 def test_a_lower_bound_after_a_resume_samples_stale_groups_again(moe, tmp_path, in_process):
