@@ -673,27 +673,27 @@ def _():
 RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, report)
     "grpo_tokenclip.py": (
         "GRPO (arXiv:2402.03300), GradLoc blog (Tencent Hunyuan, 2026-02)",
-        "mask tokens and drop sequences whose log-probs disagree between the training and the inference engine; explain every spike",
+        "leave out tokens and sequences that the training engine and the sampling engine rate differently; explain every gradient spike",
         ("gradloc", "tokenclip", "seqclip"), "gradloc",
     ),
     "minirl_sync.py": (
         "MiniRL (arXiv:2512.01374), R3 (arXiv:2510.11370), R2 (GSPO, arXiv:2507.18071)",
-        "token weights pi_theta/mu, a clip decided by pi_theta/pi_old, and on a MoE the experts of the sampling pass replayed in training",
+        "weight each token for the difference of the two engines, clip what the policy has changed since sampling, and on a MoE train through the experts that sampled",
         ("minirl", "r3"), "minirl",
     ),
     "minirl_async_r3.py": (
         "MiniRL, R3; decoupled PPO (arXiv:2110.00641)",
-        "the same loss on rollouts made ahead of time: staleness bounded, measured and corrected",
+        "the same loss, while the next rollouts are made: their staleness bounded, measured and corrected",
         ("async",), "async",
     ),
     "dsv32_stable.py": (
         "DeepSeek-V3.2 (arXiv:2512.02556, section 3.1) and its deployment guide",
-        "unbiased KL, off-policy sequence mask, keep routing, keep sampling mask, each a switch; a guard that alerts and rolls back",
+        "four stabilisers, each a switch (unbiased KL, off-policy sequence mask, keep routing, keep sampling mask), and a guard that alerts and rolls back",
         ("dsv32",), "dsv32",
     ),
     "ares_dapo.py": (
         "Ares (an article, 2026), DAPO (arXiv:2503.14476), RLOO, REINFORCE++, GDPO",
-        "AdamW on the leading singular directions of each gradient matrix, their number read from the spectrum's entropy",
+        "an AdamW-like step on the few directions that carry a gradient's energy, their number read from its spectrum",
         ("ares",), "ares",
     ),
 }  # fmt: skip
@@ -738,7 +738,7 @@ def tally(verdicts):
 
 def recipe_table(entries, verdicts):
     runs = runs_of("defaults") if "defaults" in entries else {}
-    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | claims |"
+    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | the papers' claims, tried here |"
     yield "|---|---|---|---|---|"
     for name, (papers, idea, ids, report) in RECIPES.items():
         own = tally(v for i, v in verdicts.items() if i.split("-")[0] in ids)
@@ -752,7 +752,7 @@ def recipe_table(entries, verdicts):
         updates = max(r["step"] for r in by_seed[0])
         minutes = statistics.mean(entries["defaults"]["arm_minutes"][name.removesuffix(".py")])
         gain = f"{statistics.mean(before):.0f} % -> {spread(end)} % held-out in {updates} updates"
-        cost = f"{minutes:.1f} minutes of one core ({len(end)} {'seed' if len(end) == 1 else 'seeds'})"
+        cost = f"{minutes:.1f} minutes on one core ({len(end)} {'seed' if len(end) == 1 else 'seeds'})"
         yield f"{first} | {gain}, {cost} | [{own}](results/{report}/report.md) |"
 
 
