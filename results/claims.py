@@ -678,7 +678,7 @@ RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, repor
     ),
     "minirl_sync.py": (
         "MiniRL (arXiv:2512.01374), R3 (arXiv:2510.11370), R2 (GSPO, arXiv:2507.18071)",
-        "weight each token for the difference of the two engines, clip what the policy has changed since sampling, and on a MoE train through the experts that sampled",
+        "weight each token for the difference of the two engines, clip what has changed since sampling, and on a MoE train the experts that sampled",
         ("minirl", "r3"), "minirl",
     ),
     "minirl_async_r3.py": (
@@ -688,7 +688,7 @@ RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, repor
     ),
     "dsv32_stable.py": (
         "DeepSeek-V3.2 (arXiv:2512.02556, section 3.1) and its deployment guide",
-        "four stabilisers, each a switch (unbiased KL, off-policy sequence mask, keep routing, keep sampling mask), and a guard that alerts and rolls back",
+        "unbiased KL, off-policy sequence mask, keep routing, keep sampling mask: each a switch; and a guard that alerts and rolls back",
         ("dsv32",), "dsv32",
     ),
     "ares_dapo.py": (

@@ -10,6 +10,7 @@ results/made.json (when, from what). A run that was interrupted goes on where it
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -41,11 +42,15 @@ RUNS = {  # name -> (what it is, the function that runs its arms)
     "ares": ("8 optimizers at 4 to 6 learning rates, ablations, estimators: 57 arms", ares),
     "ares_spectra": ("spectra of the gradient: verifiable reward, random reward, SFT", ares_spectra),
 }
-SCRIPTS = {  # name -> (what it is, command, what --quick adds or takes instead)
+SCRIPTS = {  # name -> (what it is, command, what --quick adds; None: it has no short form)
     "planted": ("planted anomalies found by GradLoc", ["results/gradloc/planted.py", "--trials", "100"], ["--quick"]),
     "theorem": ("the published success bound, measured", ["results/gradloc/theorem.py"], ["--quick"]),
     "mismatch": ("what replay does to mismatch and staleness", ["results/minirl/mismatch.py"], ["--quick"]),
+    "drills": ("nine faults that the guard takes back, bit for bit", ["results/dsv32/drills.py"], None),
+    "vllm": ("training against a real vLLM server: 8 runs", ["results/async/vllm_runs.py"], ["--quick"]),
+    "faults": ("a real vLLM server that lies, halts and dies: 12 drills", ["results/async/faults.py"], ["--quick"]),
 }
+SERVED = ("vllm", "faults")  # need SERVER_PYTHON, the python of an environment of requirements-vllm.txt
 
 
 def listed():
@@ -71,7 +76,13 @@ def main():
         return listed()
     if names == ["table"]:
         return claims.write()
-    names = list(RUNS | SCRIPTS) if names == ["all"] else names
+    if names == ["all"]:
+        names = [n for n in RUNS | SCRIPTS if not (args.quick and n in SCRIPTS and SCRIPTS[n][2] is None)]
+        if "SERVER_PYTHON" not in os.environ:
+            names = [n for n in names if n not in SERVED]
+            print(
+                f"without {' and '.join(SERVED)}: set SERVER_PYTHON to the python of an environment of requirements-vllm.txt"
+            )
     for name in names:
         if name not in RUNS | SCRIPTS:
             parser.error(
@@ -82,6 +93,8 @@ def main():
         start = time.monotonic()
         if name in SCRIPTS:
             _, command, quick = SCRIPTS[name]
+            if args.quick and quick is None:
+                parser.error(f"{name} has no short form: leave --quick")
             subprocess.run([sys.executable, *command, *(quick if args.quick else [])], check=True, cwd=REPO)
             if not args.quick:
                 record(name, " ".join(["python", *command]), (time.monotonic() - start) / 60, "-")
