@@ -322,6 +322,7 @@ class AsyncEngine:
             fingerprint = self.engine.push_weights(weights, version)
             with self._changed:
                 self._fingerprints[int(version)] = fingerprint
+                self._changed.notify_all()
             self.timeline.add("push", begun)
 
         if self.on_push == "finish":
@@ -369,12 +370,21 @@ class AsyncEngine:
                 **options,
             )
             for group, part in zip(groups, split(rollout, [len(g.sequence_ids) for g in groups]), strict=True):
-                group.fingerprint = self._fingerprints[min(part.version)]
+                group.fingerprint = self._fingerprint_of(min(part.version))
                 group.rollout = part  # last: who looks at a group without a lock finds it whole
             self.timeline.add("generation", begun, sum(map(len, rollout.completion_ids)))
             self.buffer.finish(groups)
 
         self._put(job)
+
+    def _fingerprint_of(self, version: int) -> str:
+        """Weights may sample before their push is over (continue, restart): waits for its end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: version <= max(self._fingerprints) or self._closing or self._error is not None
+            )
+            self._raise()
+            return self._fingerprints.get(version, "")  # forgotten: no update may use the group
 
     def discard(self) -> None:
         """Takes back what was asked for and not taken yet; waits for the generations under way, which nobody will see."""

@@ -678,7 +678,7 @@ RECIPES = {  # recipe -> (papers, the idea in one line, ids of its claims, repor
     ),
     "minirl_sync.py": (
         "MiniRL (arXiv:2512.01374), R3 (arXiv:2510.11370), R2 (GSPO, arXiv:2507.18071)",
-        "weight each token for the difference of the two engines, clip what has changed since sampling, and on a MoE train the experts that sampled",
+        "weight each token for the difference of the two engines, clip what has changed since sampling, and on a MoE train its experts",
         ("minirl", "r3"), "minirl",
     ),
     "minirl_async_r3.py": (

@@ -191,6 +191,27 @@ def test_with_finish_a_push_waits_for_all_workers_and_holds_up_what_follows():
     assert sorted((g.sequence_ids[0], g.version) for g in taken) == [(0, 0), (2, 0), (4, 1)]
 
 
+@pytest.mark.parametrize("on_push", ["continue", "restart"])
+def test_weights_may_sample_before_their_push_is_over(on_push):
+    """As on a server, which goes on before the push is proved to have arrived."""
+    inner = FakeEngine()
+    push = inner.push_weights
+
+    def slow(weights, version):
+        fingerprint = push(weights, version)
+        engine.ask([a_group()], 4)
+        assert inner.started.acquire(timeout=10)
+        threading.Event().wait(0.1)
+        assert engine.buffer.finished() == 0
+        return fingerprint
+
+    with closing(AsyncEngine(inner, on_push=on_push)) as engine:
+        inner.push_weights = slow
+        engine.push_weights("weights", 1)
+        taken, _ = engine.buffer.take(1, now=1, max_staleness=0)
+    assert (taken[0].version, taken[0].fingerprint) == (1, "weights 1")
+
+
 def test_nobody_generates_while_a_push_is_under_way():
     inner = FakeEngine()
     with closing(AsyncEngine(inner, Buffer("as_finished"), workers=2)) as engine:

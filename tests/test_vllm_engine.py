@@ -374,6 +374,28 @@ def test_a_server_that_stops_following_is_caught_at_the_next_push(moe, tmp_path)
             engine.push_weights(moved(model), 1)
 
 
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_coarse_server_is_allowed_its_precision_and_no_lie(moe, tmp_path, monkeypatch, lies):
+    """The canary moves the probe by 0.51, of which a tenth is allowed; later gaps are measured with the first true push's."""
+    monkeypatch.setitem(vllm_engine.PRECISION_GAP, "bfloat16", (0.01, 0.1))
+    score = VLLMEngine.score_probe
+    monkeypatch.setattr(
+        VLLMEngine, "score_probe", lambda self: [s + 0.04 * (-1) ** i for i, s in enumerate(score(self))]
+    )
+    model = load(moe)
+    with MockVLLM(moe, keeps_linear=lies, dtype="torch.bfloat16") as server:
+        if lies:
+            with pytest.raises(RuntimeError, match=r"weights canary were pushed .* old ones .* differ by 0\.507"):
+                connect(server, model, tmp_path)
+            return
+        with closing(connect(server, model, tmp_path)) as engine:
+            assert engine.tolerance == pytest.approx(0.12, abs=1e-3)
+            engine.push_weights(moved(model, 1.01), 1)
+            server.keeps_linear = True
+            with pytest.raises(RuntimeError, match="weights 2 were pushed"):
+                engine.push_weights(moved(model, 1.5), 2)
+
+
 def test_the_proof_in_numbers(moe, tmp_path):
     """The measured case: served -3.98, old weights -4.17, new ones -4.12: nearest to neither."""
     with MockVLLM(moe) as server, closing(connect(server, load(moe), tmp_path, tolerance=0.01)) as engine:
