@@ -122,9 +122,12 @@ def effects(runs):
 def at_equal_time(runs, times):
     """Training reward when the synchronous run has made half of its updates, from the seconds of an update of each staleness."""
     sync = times["S=0"]["seconds_of_an_update"]
+    last = min(
+        records[-1]["step"] for by_seed in runs.values() for records, _ in by_seed.values()
+    )  # 48, fewer with --steps
     yield from (
         "",
-        "| arm | seconds of an update | updates in the time of 24 synchronous ones | reward then (8 updates) |",
+        f"| arm | seconds of an update | updates in the time of {last // 2} synchronous ones | reward then (8 updates) |",
         "|---|---|---|---|",
     )
     for arm, by_seed in runs.items():
@@ -132,7 +135,7 @@ def at_equal_time(runs, times):
         if not arm.startswith("N=1, R3") or name not in times:
             continue
         own = times[name]["seconds_of_an_update"]
-        made = min(48, round(24 * sync / own))
+        made = min(last, round(last // 2 * sync / own))
         rewards = [
             statistics.mean(r["reward"] for r in records if "reward" in r and made - 8 < r["step"] <= made)
             for records, _ in by_seed.values()

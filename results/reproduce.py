@@ -65,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"{', '.join(RUNS | SCRIPTS)}; all; list; table")
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, 8 updates, few held-out problems; goes to runs/"
+        "--quick", action="store_true", help="one seed, 4 updates, few held-out problems; goes to runs/"
     )
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; gradloc: 5 6 7 8 9")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the claim's own; goes to runs/")
@@ -102,7 +102,7 @@ def main():
         seeds = args.seeds or (
             [0] if args.quick else [5, 6, 7, 8, 9] if name == "gradloc" else [0, 1, 2]
         )  # 0-4 chose the setting
-        steps = args.steps or (8 if args.quick else None)
+        steps = args.steps or (4 if args.quick else None)
         full = steps is None and len(seeds) >= 3
         RUNS[name][1](seeds, steps, (REPO / "results" if full else REPO / "runs" / "quick") / name, args.jobs)
 
