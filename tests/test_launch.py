@@ -1025,7 +1025,7 @@ def test_of_several_masked_fractions_the_largest_is_shown_by_its_name(tmp_path, 
     report.on_train_begin(None, state(0), None)
     report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
     for step, (clip, dropped) in enumerate([(0.5, 0.25), (0.0, 0.25), (0.375, 0.25), (math.nan, 0.25)], 1):
-        log(report, step, **{"token_clip/masked_frac": clip, "seq_clip/masked_frac": dropped})
+        log(report, step, **{"seq_clip/masked_frac": dropped, "token_clip/masked_frac": clip})
     report.on_train_end(None, state(4), None)
     lines = re.findall(r"^step +\d+  (.*)$", capsys.readouterr().out, flags=re.M)
     assert lines == ["masked token_clip 0.5", "masked seq_clip 0.25", "masked token_clip nan"]
