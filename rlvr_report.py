@@ -1,8 +1,12 @@
-"""What a run shows and leaves behind: progress bar, metrics.jsonl, curve.png, the closing table."""
+"""What a run shows and leaves behind: progress bar, metrics.jsonl, curve.png, the closing table; and runs side by side.
+
+python rlvr_report.py compare RUN_DIR RUN_DIR [...] [--output compare.png]
+"""
 
 import json
 import math
 import statistics
+import sys
 import time
 from fnmatch import fnmatch
 from pathlib import Path
@@ -347,3 +351,84 @@ def table(rows):
     """Rows of (left, right) text, aligned."""
     width = max(len(left) for left, _ in rows)
     return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
+
+
+# --- runs side by side ------------------------------------------------------------------------------------------------
+
+
+def compare(folders, output="compare.png"):
+    """Draw the runs of several folders into one PNG; -> a table to print: run, steps, held-out accuracy, minutes.
+
+    Raises ValueError naming the folder that holds no run.
+    """
+    runs = {_run_name(folder, folders): read_run(folder) for folder in folders}
+    if len(runs) < len(folders):
+        raise ValueError(f"a folder is given twice: {' '.join(map(str, folders))}")
+    plot_comparison(runs, output)
+    rows = [("run", "steps", "held-out before", "after", "minutes")]
+    rows += [(name, *_summary(records)) for name, records in runs.items()]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"curves: {output}"])
+
+
+def read_run(folder):
+    """The metrics records of a run's folder. Raises ValueError, one sentence, where there are none."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        state = "holds no metrics.jsonl" if Path(folder).is_dir() else "is no folder"
+        raise ValueError(f"{folder} {state}: give the output folder of a run")
+    try:
+        records = read_metrics(path)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read as metrics: {error}") from error
+    records = [record for record in records if isinstance(record.get("step"), int)]
+    if not any(record["step"] for record in records):
+        raise ValueError(f"{path} holds no step of a training run: give the output folder of a run")
+    return records
+
+
+def _run_name(folder, folders):
+    """The folder's name; its whole path where another folder of the list has the same name."""
+    names = [Path(other).resolve().name for other in folders]
+    name = Path(folder).resolve().name
+    return str(folder) if names.count(name) > 1 else name
+
+
+def _summary(records):
+    """(steps, held-out accuracy at the start, the last one, minutes) of a run as text; "-" for what was not measured."""
+    last = max(record["step"] for record in records)
+    scores = [record for record in records if "eval/accuracy" in record]
+    before = next((_accuracy(record) for record in scores if record["step"] == 0), "-")
+    after = next((_accuracy(record, last) for record in reversed(scores) if record["step"] > 0), "-")
+    seconds = series(records, "step_time")[1]
+    minutes = f"{statistics.fmean(seconds) * last / 60:.1f}" if seconds else "-"
+    return str(last), before, after, minutes
+
+
+def _accuracy(record, last=0):
+    error = f" +- {100 * record['eval/stderr']:.1f}" if "eval/stderr" in record else ""
+    place = f" (step {record['step']})" if record["step"] != last else ""
+    return f"{100 * record['eval/accuracy']:.1f} %{error}{place}"
+
+
+def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    output = "compare.png"
+    if "--output" in argv[:-1]:
+        at = argv.index("--output")
+        output = argv[at + 1]
+        del argv[at : at + 2]
+    if argv[:1] != ["compare"] or len(argv) < 3 or any(word.startswith("-") for word in argv):
+        sys.exit(
+            "usage: python rlvr_report.py compare RUN_DIR RUN_DIR [...] [--output compare.png]     draws the curves of several "
+            "runs into one picture, lists their held-out accuracies"
+        )
+    try:
+        print(compare(argv[1:], output))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

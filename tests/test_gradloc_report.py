@@ -130,7 +130,8 @@ class Page(HTMLParser):
         "svg line text polyline polygon circle".split()
     )
     ATTRIBUTES = set(
-        "lang charset http-equiv content name class id title style href viewbox role x1 x2 y1 y2 x y text-anchor points cx cy r open".split()
+        "lang charset http-equiv content name class id title style href viewbox role open "
+        "x1 x2 y1 y2 x y text-anchor points cx cy r".split()
     )
     VOID = {"meta", "line"}
 
@@ -684,6 +685,7 @@ def test_the_chart_has_the_norm_of_every_step_behind_the_spikes(tmp_path):
     assert len(first) == 2 and alone[0] == alone[1] and len(last) == 2
     assert first[1] == dots[0] and last[1] == dots[1] and first[0][1] > first[1][1] > alone[0][1]
     assert first[0][0] < first[1][0] < alone[0][0] < last[0][0]
+    assert all(62 < x < 1166 and 22 <= y <= 200 for line in (first, alone, last) for x, y in line), "on the chart"
     tags = [a.get("class") for tag, a in page.found if tag in ("polyline", "circle")]
     assert tags[:3] == ["norms"] * 3 and len(tags) == 6, "the dots lie above the curve"
     assert len(curve(safe(write_index(tmp_path / "gradloc")))) == 3, "found from the folder of the reports too"

@@ -1022,6 +1022,7 @@ def test_a_line_between_two_samplings_keeps_its_columns(tmp_path, capsys):
 def test_of_several_masked_fractions_the_largest_is_shown_by_its_name(tmp_path, capsys):
     """By the mean since the line before; the bar by the last step."""
     report, bar = RunReport(tmp_path / "run"), []
+    report.draw = lambda: None
     report.on_train_begin(None, state(0), None)
     report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
     for step, (clip, dropped) in enumerate([(0.5, 0.25), (0.0, 0.25), (0.375, 0.25), (math.nan, 0.25)], 1):
@@ -1050,6 +1051,86 @@ def test_a_line_torn_by_a_kill_does_not_stop_the_resume(tmp_path):
     log(report, 2, reward=1.0)
     report.on_train_end(None, state(2), None)
     assert [r["step"] for r in read_metrics(report.metrics_path)] == [1, 2]
+
+
+# --- runs side by side -------------------------------------------------------------------------------------------------
+
+
+def written_run(folder, *records):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    scored = {"eval/accuracy": 0.25, "eval/stderr": 0.0125}
+    steps = [{"step": i, "loss": 0.1, "reward": i / 10, "entropy": 1.0, "step_time": 30.0} for i in range(1, 5)]
+    full = written_run(
+        tmp_path / "full", {"step": 0, **scored}, *steps, {"step": 4, **scored | {"eval/accuracy": 0.75}}
+    )
+    young = written_run(
+        tmp_path / "young", {"step": 2, "loss": 0.1, "reward": 0.3, "eval/accuracy": 0.5}, {"step": 3, "loss": 0.0}
+    )
+    return full, young
+
+
+def test_runs_are_compared_in_one_picture_and_a_table(two_runs, tmp_path, capsys):
+    output = tmp_path / "both.png"
+    rlvr_report.main(["compare", *map(str, two_runs), "--output", str(output)])
+    assert output.read_bytes()[:4] == b"\x89PNG"
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", line) for line in lines] == [
+        ["run", "steps", "held-out before", "after", "minutes"],
+        ["full", "4", "25.0 % +- 1.2", "75.0 % +- 1.2", "2.0"],
+        ["young", "3", "-", "50.0 % (step 2)", "-"],
+        [f"curves: {output}"],
+    ]
+
+
+def test_each_run_has_one_colour_and_each_metric_its_line(two_runs, drawn):
+    runs = {folder.name: rlvr_report.read_run(folder) for folder in two_runs}
+    for records in runs.values():
+        records += [{"step": 9, "mismatch/k1": 0.1, "mismatch/k3": 0.2}]
+    panels, title = drawn(runs)
+    assert list(panels) == list(PANELS) and title == ""
+    looks = [(x.get_color(), x.get_linestyle()) for x in panels["mismatch of engine and training"].lines]
+    assert looks == [("C0", "-"), ("C1", "-"), ("C0", "--"), ("C1", "--")]
+    legend = panels["mismatch of engine and training"].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["mismatch/k1", "mismatch/k3"]
+    (legend,) = legend.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["full", "young"]
+    assert [handle.get_color() for handle in legend.legend_handles] == ["C0", "C1"]
+
+
+def test_folders_of_one_name_are_told_apart(two_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(rlvr_report, "plot_comparison", lambda runs, path: None)
+    written_run(tmp_path / "other" / "full", {"step": 1, "loss": 0.0})
+    table = rlvr_report.compare([two_runs[0], tmp_path / "other" / "full"], tmp_path / "c.png").splitlines()
+    assert [line.split()[0] for line in table[1:3]] == [str(two_runs[0]), str(tmp_path / "other" / "full")]
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ("gone", "gone is no folder: give the output folder of a run"),
+        ("", "holds no metrics.jsonl: give the output folder of a run"),
+        ("full", "a folder is given twice"),
+        ("empty", "metrics.jsonl holds no step of a training run"),
+        ("broken", "metrics.jsonl cannot be read as metrics"),
+        ("young --output=x", "usage: python rlvr_report.py compare RUN_DIR RUN_DIR"),
+        ("young --output /gone/x.png", "No such file or directory: '/gone/x.png'"),
+        ("young --output x.xyz", "Format 'xyz' is not supported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_ends_with_one_sentence(two_runs, tmp_path, other, sentence, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written_run(tmp_path / "empty", {"step": 0, "eval/accuracy": 0.5})
+    written_run(tmp_path / "broken")
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(SystemExit) as caught:
+        rlvr_report.main(["compare", "full", *(other.split() or ["."])])
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- real launches ---------------------------------------------------------------------------------------------------
