@@ -46,7 +46,7 @@ from gradloc_batch import (
     rho_of,
     value_at,
 )
-from gradloc_causes import CAUSES, diagnose_into, place_key, sentence
+from gradloc_causes import CAUSES, cause_name, diagnose_into, place_key, sentence
 from gradloc_methods import (
     Call,
     Found,
@@ -121,6 +121,7 @@ class SpikeReport:
     evidence: list = field(default_factory=list)
     not_judged: list = field(default_factory=list)
     remedy: str = ""
+    cause_name: str = ""  # "" = the cause's usual one
     note: str = ""
     layers: dict = field(default_factory=dict)
     kinds: dict = field(default_factory=dict)
@@ -149,7 +150,7 @@ class SpikeReport:
             "format": 1,
             "update": self.step,
             "world_size": world_size(),
-            "cause_name": CAUSES[self.cause],
+            "cause_name": self.cause_name or CAUSES[self.cause],
             "tokens": [vars(t) for t in self.tokens],
             "top1_share": self.top1_share,
             "top10_share": self.top10_share,
@@ -495,6 +496,7 @@ class GradLoc:
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
             diagnose_into(report, self.token_band, self.seq_band)
+        report.cause_name = cause_name(report, self.token_band)
         report.sentence = sentence(report, self.token_band, self.seq_band)
         return report
 

@@ -20,6 +20,10 @@ REMEDIES = {
     "N": "",
     "unclassified": "",
 }
+# A.1 where the weight is the policy's own movement: the same evidence under another name, with more that treats it
+STALE = "stale token: the policy has moved since sampling"
+STALE_REMEDY = "fewer updates a sampling, or a smaller --learning_rate, or --token_clip icepop"
+NOT_JUDGED = "cause not judged"
 
 
 def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 1.005), layer_factor=5.0, apart=4.0):
@@ -66,7 +70,8 @@ def diagnose(tokens, sequences, layers, token_band=(0.5, 5.0), seq_band=(0.995, 
         if stale(worst):
             evidence.append(
                 f"it is stale: the policy moved since it sampled (r = pi_theta/pi_old = {worst['ratio']:.3g}) more than the engines "
-                f"disagree (pi_old/mu = {_shown(worst.get('mismatch'))}); fewer updates a sampling or a smaller learning rate treat that"
+                f"disagree (pi_old/mu = {_shown(worst.get('mismatch'))}): fewer updates a sampling, a smaller learning rate or the "
+                "clip treat that"
             )
         return "A.1", evidence, not_judged
     elif outside:
@@ -166,9 +171,24 @@ def diagnose_into(report, token_band, seq_band):
     outlier = _advantage_outlier(report.sequences)
     if outlier:
         report.evidence.append(outlier)
-    report.cause, report.remedy = cause, REMEDIES[cause]
+    report.cause = cause
+    report.remedy = STALE_REMEDY if cause_name(report, token_band) == STALE else REMEDIES[cause]
     if report.trigger["reason"] == "every_n_steps":
         report.remedy = ""  # nothing to treat
+
+
+def _worst_outside(report, band):
+    """The token with the largest share of those whose weight lies outside the band: what an A.1 is about."""
+    return max((t for t in report.tokens if outside_weight(vars(t), band)), key=lambda t: abs(t.share))
+
+
+def cause_name(report, token_band):
+    """The cause in words, as the report's sentence puts it."""
+    if report.cause == "A.1" and stale(vars(_worst_outside(report, token_band))):
+        return STALE
+    if report.cause == "unclassified" and report.not_judged:
+        return NOT_JUDGED
+    return CAUSES[report.cause]
 
 
 def _place(item, many):
@@ -216,7 +236,7 @@ def sentence(report, token_band, seq_band):
         if t.layers:
             text += f", {_leading(t.layers)}"
     if report.cause == "A.1":
-        worst = max((x for x in report.tokens if outside_weight(vars(x), token_band)), key=lambda x: abs(x.share))
+        worst = _worst_outside(report, token_band)
         name, value = outside_weight(vars(worst), token_band)
         where = "" if worst is t else f" at token {worst.position} of {_place(worst, many)}"
         kind = "stale token" if stale(vars(worst)) else "token mismatch"

@@ -18,7 +18,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 FORMAT = 1
-RECORDS, INDEX = "spikes.jsonl", "index.html"
+RECORDS, INDEX, METRICS = "spikes.jsonl", "index.html", "metrics.jsonl"
+CHART_STEPS = 1000  # points of a run's curve on the index
 NONFINITE = ("nan", "inf", "-inf")
 GOOD_CERTIFICATE = 0.05  # the shares miss the norm by at most 5 %
 # tokens shown around a listed token: the first radius that keeps a page below PAGE_CHARS characters
@@ -32,7 +33,7 @@ CAUSES = {  # cause -> (css class, what it means in one line)
         "a1",
         "A few tokens have another probability now than when they were sampled: the engines disagree, or the policy moved on.",
     ),
-    "A.2": ("a2", "Each token looks fine, but over the whole sequence the two engines drift apart."),
+    "A.2": ("a2", "Each token looks fine, but over the whole sequence training and sampling drift apart."),
     "B": ("b", "The tokens are fine; some layers answer them with far more gradient than they used to."),
     "N": ("n", "A number is not finite (NaN or infinite)."),
     "unclassified": ("u", "No known cause fits what was recorded."),
@@ -325,7 +326,10 @@ i.nl::before{content:"⏎";opacity:.45}i.tab::before{content:"⇥";position:abso
 vertical-align:bottom}th,td{padding:3px 7px;border-bottom:1px solid var(--line);overflow-wrap:break-word}
 td.r,th.r{text-align:right;white-space:nowrap;
 font-variant-numeric:tabular-nums}table.tokens{font-size:11.5px}table.tokens th,table.tokens td{padding:3px 4px}
-td.tok{white-space:nowrap;max-width:180px;overflow:hidden;text-overflow:ellipsis}tr.first td{font-weight:700;background:var(--soft)}
+td.tok{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+table.tokens{border-collapse:separate;border-spacing:0}.k0,.k1,.k2,.k3{position:sticky;background:var(--bg)}
+.k0{left:0;min-width:26px;max-width:26px}.k1{left:26px;min-width:140px;max-width:140px}.k2{left:166px;min-width:52px;max-width:52px}
+.k3{left:218px;min-width:64px;border-right:1px solid var(--line)}tr.first td{font-weight:700;background:var(--soft)}
 .layers td{padding:1px 7px}
 .bar{position:relative;height:13px;background:var(--soft);min-width:150px}.bar div{position:absolute;top:0;bottom:0}
 .bar .fill{left:0;background:var(--bar)}.bar .tokfill{left:0;background:rgb(var(--add))}.bar .bad{left:0;width:100%;
@@ -333,12 +337,12 @@ background:repeating-linear-gradient(45deg,var(--bad) 0 4px,transparent 4px 8px)
 a{color:inherit}.key span{color:var(--fg);padding:2px 7px;border-radius:2px;margin-right:10px}
 details.raw pre{white-space:pre-wrap;font-size:11px;background:var(--soft);padding:10px;max-height:480px;overflow:auto}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}svg .grid{stroke:var(--line)}
-svg .limit{stroke:var(--fg);stroke-dasharray:5 4;fill:none}svg .dot{fill:var(--c);stroke:var(--bg)}
+svg .norms{stroke:var(--bar);fill:none}svg .limit{stroke:var(--fg);stroke-dasharray:5 4;fill:none}svg .dot{fill:var(--c);stroke:var(--bg)}
 td.sentence{min-width:420px;overflow-wrap:anywhere}p.run{margin-top:14px}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 28px}
 @page{size:landscape;margin:10mm}
 @media print{:root{color-scheme:light;--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--soft:#f4f4f4;--add:217 95 2;--sub:31 108 190}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}details.raw{display:none}.wide{overflow:visible}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}details.raw{display:none}.wide{overflow:visible}.k0,.k1,.k2,.k3{position:static}
 table.tokens{font-size:6.5pt}tr{break-inside:avoid}}
 """ + "".join(
     f".a{level}{{background:rgb(var(--add)/{0.05 + 0.07 * level:.2f})}}.s{level}{{background:rgb(var(--sub)/{0.05 + 0.07 * level:.2f})}}"
@@ -352,7 +356,8 @@ HEAD = """<!DOCTYPE html>
 <title>{title}</title><style>{style}</style></head><body>
 """
 
-COLUMNS = (  # field of a token, heading, what it is
+COLUMNS = (  # field of a token, heading, what it is; the first two stay in sight with the token
+    ("position", "pos.", "position in the completion, from 0"),
     ("share", "share", "part of the gradient norm: weight times the derivative of logp along the gradient; all tokens sum to 100 %"),
     ("grad_norm", "exact norm", "norm of this token's own gradient, from a backward of this token alone"),
     ("grad_norm_share", "of norm", "exact norm divided by the step's norm; above 100 % where tokens cancel each other"),
@@ -372,7 +377,6 @@ COLUMNS = (  # field of a token, heading, what it is
     ("rank", "rank", "process"),
     ("micro_batch", "mb", "micro-batch within the step"),
     ("sequence", "seq.", "sequence within the micro-batch"),
-    ("position", "pos.", "position in the completion, from 0"),
     ("prompt_id", "prompt", "prompt id"),
 )  # fmt: skip
 
@@ -431,7 +435,9 @@ def _verdict(report):
     if report.get("evidence"):
         out.append(f"<ul>{_bullets(report['evidence'])}</ul>")
     if report.get("remedy"):
-        out.append(f'<p>What treats it: <code class="remedy">{_text(report["remedy"], SENTENCE_CHARS)}</code></p>')
+        ways = _text(report["remedy"], SENTENCE_CHARS).split(", or ")
+        ways = " or ".join(f'<code class="remedy">{way}</code>' for way in ways)
+        out.append(f"<p>What treats it: {ways}</p>")
     if report.get("not_judged"):
         out.append(f'<p class="dim">Could not be judged:</p><ul class="dim">{_bullets(report["not_judged"])}</ul>')
     if report.get("note"):
@@ -628,28 +634,38 @@ def _layers(report, tokens):
     return "".join(out)
 
 
+def _key(place):
+    """The class of a column that stays in sight."""
+    return f" k{place + 2}" if place < 2 else ""
+
+
 def _token_table(tokens):
     if not tokens:
         return ""
-    head = "<th>#</th><th>token</th>" + "".join(
-        f'<th class="r" title="{html.escape(what)}">{label}</th>' for _, label, what in COLUMNS
+    head = '<th class="k0">#</th><th class="k1">token</th>' + "".join(
+        f'<th class="r{_key(i)}" title="{html.escape(what)}">{label}</th>'
+        for i, (_, label, what) in enumerate(COLUMNS)
     )
     rows = []
     for i, token in enumerate(tokens):
         name = _marked(token.get("token") or "", 40)
-        cells = [f'<td>{i + 1}</td><td class="tok mono"><a href="#t{i}" title="show in the text">{name}</a></td>']
-        for field, _, _ in COLUMNS:
+        cells = [
+            f'<td class="k0">{i + 1}</td><td class="tok mono k1"><a href="#t{i}" title="show in the text">{name}</a></td>'
+        ]
+        for place, (field, _, _) in enumerate(COLUMNS):
             show = _percent if field in ("share", "grad_norm_share") else _number
             value = token.get(field)
             full = f' title="{_text(value, SENTENCE_CHARS)}"' if field == "prompt_id" and value else ""
-            cells.append(f'<td class="r"{full}>{_text(show(value)[:8] if field == "prompt_id" else show(value))}</td>')
+            text = _text(show(value)[:8] if field == "prompt_id" else show(value))
+            cells.append(f'<td class="r{_key(place)}"{full}>{text}</td>')
         rows.append(f'<tr class="{"first" if i == 0 else ""}">{"".join(cells)}</tr>')
     title = " with the largest shares" if _finite(tokens[0].get("share")) else ""
     meaning = "".join(f"<li><b>{label}</b>: {html.escape(what)}</li>" for _, label, what in COLUMNS)
     return (
         f"<h2>{len(tokens)} tokens{title}</h2>"
+        f'<p class="note">{len(COLUMNS) + 2} columns: scroll sideways for those out of sight.</p>'
         f'<div class="wide"><table class="tokens"><tr>{head}</tr>{"".join(rows)}</table></div>'
-        f'<details class="note"><summary>What the columns mean</summary><ul>{meaning}</ul></details>'
+        f'<details class="note" open><summary>What the columns mean</summary><ul>{meaning}</ul></details>'
     )
 
 
@@ -776,20 +792,51 @@ def _index_page(folder, spikes):
     )
     parts.append(f'<table><tr><th class="r">spikes</th><th>cause</th><th>what it means</th></tr>{rows}</table>')
     parts.append(
-        '<h2>Spikes over time</h2><p class="note">Gradient norm at each spike (logarithmic), coloured by cause. Dashed: the threshold. '
+        '<h2>Spikes over time</h2><p class="note">Gradient norm at each spike (logarithmic), coloured by cause; behind it, where '
+        "metrics.jsonl is there, the norm of every step. Dashed: the threshold. "
         "A triangle above the chart: a norm that is not finite.</p>"
     )
     steps = [s["step"] for s in spikes if _finite(s["step"])]
     levels = [
         x for s in spikes for x in (s["grad_norm"], (s["trigger"] or {}).get("threshold")) if _finite(x) and x > 0
     ]
+    norms = {run: _norms({s["folder"] for s in spikes if _run_of(s, folder) == run}) for run in runs}
+    if steps:  # else there is no chart
+        steps += [step for lines in norms.values() for line in lines for step, _ in line]
+        levels += [norm for lines in norms.values() for line in lines for _, norm in line]
     for run in runs:
         mine = [s for s in spikes if _run_of(s, folder) == run and _finite(s["step"])]
         parts.append(f'<p class="run"><b>{_text(run, 100)}</b></p>' if len(runs) > 1 else "")
-        parts.append(_chart(sorted(mine, key=lambda s: s["step"]), steps, levels, folder) if mine else "")
+        mine.sort(key=lambda s: s["step"])
+        parts.append(_chart(mine, norms[run], steps, levels, folder) if mine else "")
     parts.append(_offenders([s for s in spikes if not looked_at(s)]))
     parts.append("<h2>All reports</h2>" + _spike_rows(spikes, runs, folder) + "</body></html>\n")
     return "".join(parts)
+
+
+def _norms(folders):
+    """The gradient norm over a run, from the metrics.jsonl beside or above its reports: [[(step, norm), ...], ...].
+
+    A new list begins after a norm that a logarithmic axis has no place for. Of more than CHART_STEPS steps each stretch
+    keeps its largest norm. [] without such a file; lines that are no records are passed over.
+    """
+    places = [Path(folder) for folder in sorted(folders)]
+    paths = [path for place in places for path in (place / METRICS, place.parent / METRICS) if path.is_file()]
+    points = {}
+    for line in paths[0].read_text(encoding="utf-8", errors="replace").splitlines() if paths else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            record = json.loads(line)
+            points[int(record["step"])] = float(record["grad_norm"])
+    steps = sorted(points)
+    stretch = math.ceil(len(steps) / CHART_STEPS)
+    lines = [[]]
+    for i in range(0, len(steps), stretch or 1):
+        step = max(steps[i : i + stretch], key=lambda step: points[step] if points[step] < math.inf else 0.0)
+        if 0 < points[step] < math.inf:
+            lines[-1].append((step, points[step]))
+        elif lines[-1]:
+            lines.append([])
+    return [line for line in lines if line]
 
 
 def _link(spike, folder):
@@ -822,8 +869,8 @@ def _ticks(low, high, count):
     return range(math.ceil(low / step) * step, math.floor(high) + 1, step)
 
 
-def _chart(spikes, steps, levels, folder, width=1180, height=230):
-    """Inline SVG of one run's spikes; steps and levels are those of all runs, so that the charts of several runs compare."""
+def _chart(spikes, norms, steps, levels, folder, width=1180, height=230):
+    """Inline SVG of one run's spikes before its norms; steps and levels are those of all runs, so that several charts compare."""
     left, right, top, bottom = 62, 14, 22, 30
     first, last = min(steps), max(steps)
     low, high = (math.log10(min(levels)) - 0.1, math.log10(max(levels)) + 0.1) if levels else (-1.0, 1.0)
@@ -849,6 +896,10 @@ def _chart(spikes, steps, levels, folder, width=1180, height=230):
     for tick in _ticks(first, last, 10):
         out.append(f'<text x="{x(tick):.1f}" y="{height - bottom + 16}" text-anchor="middle">{tick:,}</text>')
     out.append(f'<text x="{width - right}" y="{height - 3}" text-anchor="end">optimizer step</text>')
+    for line in norms:
+        line = [line[0], *line] if len(line) == 1 else line
+        points = " ".join(f"{x(step):.1f},{y(norm):.1f}" for step, norm in line)
+        out.append(f'<polyline class="norms" points="{points}"/>')
     limits = [
         (s["step"], s["trigger"]["threshold"]) for s in spikes if s["trigger"] and _finite(s["trigger"]["threshold"])
     ]

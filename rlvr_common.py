@@ -1573,7 +1573,8 @@ class HeldOut(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if args.eval_every and state.global_step % args.eval_every == 0 and state.global_step < state.max_steps:
             result = self.trainer.held_out_accuracy(self.rows, args.eval_samples)
-            self.trainer._metrics["train"]["eval/accuracy"].append(result["accuracy"])
+            for name in ("accuracy", "stderr"):
+                self.trainer._metrics["train"][f"eval/{name}"].append(result[name])
 
 
 # --- the frame of a run -----------------------------------------------------------------------------------------------
@@ -1639,7 +1640,7 @@ def _run(trainer, held_out):
         trainer.add_callback(HeldOut(trainer, held_out))
         before = _evaluate("before", trainer, held_out)
         if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
-            report.write({"step": 0, "eval/accuracy": before["accuracy"]})
+            report.write({"step": 0, "eval/accuracy": before["accuracy"], "eval/stderr": before["stderr"]})
     try:
         stability.train(trainer, args.resume_from_checkpoint)
     except stability.GuardHalt as halt:
@@ -1660,7 +1661,8 @@ def _run(trainer, held_out):
 def _close(report, trainer, before, after, final):
     """Last metrics line, last curve and the closing table."""
     if after is not None:
-        report.write({"step": trainer.state.global_step, "eval/accuracy": after["accuracy"]})
+        last = {"eval/accuracy": after["accuracy"], "eval/stderr": after["stderr"]}
+        report.write({"step": trainer.state.global_step, **last})
     report.draw()
     rows = []
     if after is not None:

@@ -181,9 +181,12 @@ def quiet_libraries():
 def refuse_unknown(words, *config_classes):
     """Raise ValueError naming what the parser could not read, with the option that comes nearest."""
     if words:
-        known = [name for config_class in config_classes for name in config_class.__dataclass_fields__]
+        fields = [f for config_class in config_classes for f in config_class.__dataclass_fields__.values()]
+        # a config file takes no aliases
+        known = {alias.removeprefix("--"): f.name for f in fields for alias in f.metadata.get("aliases", ())}
+        known |= {f.name: f.name for f in fields}
         near = difflib.get_close_matches(words[0].removeprefix("--").split("=")[0], known, 1)
-        hint = f"did you mean --{near[0]}?" if near else "--help_all lists the options"
+        hint = f"did you mean --{known[near[0]]}?" if near else "--help_all lists the options"
         raise ValueError(f"{' '.join(words)} is no option of this recipe: {hint}")
 
 

@@ -97,7 +97,7 @@ def parse_rule(text):
 
 
 # written down after the guard has looked at the step
-UNWATCHED = ("loss", "learning_rate", "epoch", "step", "eval/accuracy", "guard/level")
+UNWATCHED = ("loss", "learning_rate", "epoch", "step", "eval/accuracy", "eval/stderr", "guard/level")
 
 # In the nine healthy runs: largest grad_norm 3.6 times the recent median, mismatch/k3 6.1 times and 0.004, entropy never below
 # 0.28 times, sequences masked up to 0.80, five-step reward never below 0.71 of its peak.

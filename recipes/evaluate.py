@@ -10,6 +10,7 @@ Every sample has its own stream of random numbers, found from (seed, problem, sa
 started again, on another number of processes too, writes the same file as one that was not.
 
 Smoke   accelerate launch recipes/evaluate.py                                  tiny/qwen3 on its held-out problems
+Own     accelerate launch recipes/evaluate.py --model runs/grpo_tokenclip/final --source my.jsonl --samples 4
 Full    accelerate launch recipes/evaluate.py --model Qwen/Qwen3-4B --source math500.jsonl --samples 32 \\
             --temperature 0.6 --top_k 20 --top_p 0.95 --max_new_tokens 16384
 Expect  a table, and <output_dir>/problems.jsonl (a line a problem: every sample with its text, answer, reward and
@@ -69,21 +70,34 @@ RANGES = {  # what a number may be: {words: (test, options)}
 }
 
 
-def _option(default, text):
-    return field(default=default, metadata={"help": text})
+MOST_TOKENS = 4096  # a sample's default where the model has room for more
+
+
+def _option(default, text, *aliases):
+    """An option; aliases: what the training recipes call the same thing."""
+    return field(default=default, metadata={"help": text, "aliases": aliases})
 
 
 @dataclass
 class EvaluateConfig:
-    model: str = _option("tiny", "tiny, a hub id, or a folder: a model, or a LoRA adapter (merged into its base)")
+    model: str = _option(
+        "tiny",
+        "tiny, a hub id, or a folder: a model, or a LoRA adapter (merged into its base); or --model_name_or_path",
+        "--model_name_or_path",
+    )
     source: str = _option(
-        "tiny:heldout", "problems: tiny, tiny:heldout, a hub id, or a .jsonl/.json/.parquet/.csv file"
+        "tiny:heldout",
+        "problems: tiny, tiny:heldout, a hub id, or a .jsonl/.json/.parquet/.csv file; or --dataset",
+        "--dataset",
     )
     output_dir: str | None = _option(None, "unset = runs/evaluate/<model>-<source>, numbered when settings differ")
     limit: int | None = _option(None, "this many problems, drawn with --seed; unset = all")
     prompt_style: str | None = _option(None, f"{' | '.join(PROMPT_STYLES)}; unset = by the source's schema")
     samples: int = _option(8, "samples a problem (n)")
-    max_new_tokens: int | None = _option(None, "tokens a sample; unset = 64 on tiny, else 4096")
+    max_new_tokens: int | None = _option(
+        None,
+        f"tokens a sample; unset = 64 on tiny, else what the longest prompt leaves of the model's positions, at most {MOST_TOKENS}",
+    )
     temperature: float = _option(1.0, "1 = the policy itself, 0 = greedy (then --samples 1)")
     top_k: int = _option(0, "sample from the k likeliest tokens; 0 = all")
     top_p: float = _option(1.0, "sample from the smallest set of tokens with this mass")
@@ -102,7 +116,8 @@ class EvaluateConfig:
     def __post_init__(self):
         tiny = self.source.split(":")[0] == "tiny"
         self.exact_answers = tiny if self.exact_answers is None else self.exact_answers
-        self.max_new_tokens = (64 if tiny else 4096) if self.max_new_tokens is None else self.max_new_tokens
+        if tiny and self.max_new_tokens is None:
+            self.max_new_tokens = 64
         if self.rollout_dtype is None:
             self.rollout_dtype = "bfloat16" if torch.accelerator.is_available() else "float32"
         check_ranges(self, RANGES)
@@ -277,19 +292,32 @@ def make_engine(model, tokenizer, config, device):
     return TransformersEngine(model, eos, pad, rollout_dtype=config.rollout_dtype, seed=config.seed, device=device)
 
 
-def prompt_ids(rows, tokenizer, config, longest):
+def prompt_ids(rows, tokenizer):
     """Token ids of each row's prompt; without a chat template the messages' plain text (a base model)."""
     if tokenizer.chat_template is None:
-        ids = [tokenizer("\n\n".join(m["content"] for m in row["prompt"]) + "\n").input_ids for row in rows]
-    else:
-        ids = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False) for r in rows]
-    for row, prompt in zip(rows, ids, strict=True):
-        if longest is not None and len(prompt) + config.max_new_tokens > longest:
-            raise ValueError(
-                f"problem {row['id']} has {len(prompt)} prompt tokens: with --max_new_tokens {config.max_new_tokens} "
-                f"it exceeds the model's {longest} positions; lower --max_new_tokens"
-            )
-    return ids
+        return [tokenizer("\n\n".join(m["content"] for m in row["prompt"]) + "\n").input_ids for row in rows]
+    return [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False) for r in rows]
+
+
+def settle_max_new_tokens(asked, rows, prompts, positions):
+    """--max_new_tokens; where it is unset (None), what the longest prompt leaves of the model's positions (None: no limit).
+
+    Raises ValueError naming the problem with the longest prompt, where a number that was asked for does not fit beside
+    it, or nothing does.
+    """
+    longest = max(range(len(rows)), key=lambda i: len(prompts[i]))
+    room = MOST_TOKENS if positions is None else positions - len(prompts[longest])
+    problem = f"problem {rows[longest]['id']} has {len(prompts[longest])} prompt tokens"
+    if room < 1:
+        raise ValueError(f"{problem}, which leaves none of the model's {positions} positions for an answer")
+    if asked is None:
+        return min(room, MOST_TOKENS)
+    if positions is not None and asked > room:
+        raise ValueError(
+            f"{problem}: with --max_new_tokens {asked} it exceeds the model's {positions} positions; "
+            f"give --max_new_tokens {room} or less, or leave it out"
+        )
+    return asked
 
 
 # ---- the folder: settings, one line a problem, resume ----
@@ -411,7 +439,11 @@ def prepare(config):
     say(f"problems: {load_math_rows_report(rows)}")
     rows = rows.to_list()
     model, tokenizer = load_model(config.model)
-    prompts = prompt_ids(rows, tokenizer, config, model.config.get_text_config().max_position_embeddings)
+    prompts = prompt_ids(rows, tokenizer)
+    positions = model.config.get_text_config().max_position_embeddings
+    tokens = settle_max_new_tokens(config.max_new_tokens, rows, prompts, positions)
+    config = dataclasses.replace(config, max_new_tokens=tokens)
+    say(f"tokens a sample: at most {tokens} (--max_new_tokens)")
     engine = make_engine(model, tokenizer, config, state.device)
     settings = settings_of(config, engine, prompts, [row["solution"] for row in rows])
     at_once = max(1, config.batch_size // config.samples)
@@ -547,6 +579,7 @@ def summarise(results, config):
         "ended": sum(s["finished"] for s in every) / len(every),
         "tokens_mean": sum(tokens) / len(tokens),
         "tokens_max": max(tokens),
+        "max_new_tokens": config.max_new_tokens,
     }
 
 
@@ -567,7 +600,7 @@ def report(summary):
         "",
         f"  verdicts: {reasons}",
         f"  ended: {100 * summary['ended']:.1f} % of samples; tokens: mean {summary['tokens_mean']:.0f}, "
-        f"longest {summary['tokens_max']}",
+        f"longest {summary['tokens_max']}, at most {summary['max_new_tokens']} allowed",
     ]
     return "\n".join(lines)
 

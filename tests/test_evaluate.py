@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def test_a_run_and_its_summary(whole):
     for metric in metrics.values():
         assert metric["low"] <= metric["value"] <= metric["high"]
     assert json.loads((folder / "summary.json").read_text()) == summary
-    assert sum(summary["reasons"].values()) == pytest.approx(1.0)
+    assert sum(summary["reasons"].values()) == pytest.approx(1.0) and summary["max_new_tokens"] == 64
     table = ev.report(summary)
     assert "10 problems x 3 samples" in table and "95 % interval" in table and "pass@2" in table
 
@@ -436,12 +437,51 @@ def test_a_lora_adapter_is_merged(tmp_path):
 def test_tokens_of_a_model_without_chat_template():
     _, tokenizer = ev.load_model("tiny")
     row = {"prompt": [{"role": "system", "content": "A"}, {"role": "user", "content": "1+1"}], "id": "7"}
-    chat = ev.prompt_ids([row], tokenizer, config("x"), 4096)[0]
+    chat = ev.prompt_ids([row], tokenizer)[0]
     assert tokenizer.decode(chat).endswith("1+1<|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(ValueError, match=f"problem 7 has {len(chat)} prompt tokens.*exceeds the model's 70 positions"):
-        ev.prompt_ids([row], tokenizer, config("x"), 70)
     tokenizer.chat_template = None
-    assert tokenizer.decode(ev.prompt_ids([row], tokenizer, config("x"), 4096)[0]) == "A\n\n1+1\n"
+    assert tokenizer.decode(ev.prompt_ids([row], tokenizer)[0]) == "A\n\n1+1\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "settled"),
+    [(None, 100, 38), (None, 4158, 4096), (None, 4157, 4095), (None, 40_000, 4096), (None, None, 4096), (None, 63, 1),
+     (38, 100, 38), (9000, None, 9000), (9000, 40_000, 9000)],
+)  # fmt: skip
+def test_samples_get_the_room_that_the_longest_prompt_leaves(asked, positions, settled):
+    rows, prompts = [{"id": "a"}, {"id": "b"}, {"id": "c"}], [[1] * 7, [1] * 62, [1] * 3]
+    assert ev.settle_max_new_tokens(asked, rows, prompts, positions) == settled
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "complaint"),
+    [
+        (39, 100, "problem b has 62 prompt tokens: with --max_new_tokens 39 it exceeds the model's 100 positions; "
+                  "give --max_new_tokens 38 or less"),
+        (None, 62, "problem b has 62 prompt tokens, which leaves none of the model's 62 positions for an answer"),
+        (1, 50, "problem b has 62 prompt tokens, which leaves none of the model's 50 positions for an answer"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_beside_the_longest_prompt_is_refused(asked, positions, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        ev.settle_max_new_tokens(asked, [{"id": "a"}, {"id": "b"}], [[1] * 7, [1] * 62], positions)
+
+
+def test_a_file_of_ones_own_needs_no_max_new_tokens(two_problems, tmp_path, capsys):
+    """The number in force is said, written down, and what a second start compares."""
+    options = two_problems | {"max_new_tokens": None}
+    job = ev.prepare(config(tmp_path / "run", **options))
+    room = 4096 - max(map(len, job.prompts))
+    assert 3900 < room < 4096 and job.config.max_new_tokens == job.settings["max_new_tokens"] == room
+    assert f"tokens a sample: at most {room} " in capsys.readouterr().out
+    job.folder.mkdir()
+    (job.folder / "settings.json").write_text(json.dumps(job.settings))
+    ev.prepare(config(tmp_path / "run", **options))
+    ev.prepare(config(tmp_path / "run", **options | {"max_new_tokens": room}))
+    with pytest.raises(ValueError, match=f"max_new_tokens {room}, not {room - 1}; name another"):
+        ev.prepare(config(tmp_path / "run", **options | {"max_new_tokens": room - 1}))
+    with pytest.raises(ValueError, match=f"with --max_new_tokens {room + 1} it exceeds the model's 4096 positions"):
+        ev.prepare(config(tmp_path / "new", **options | {"max_new_tokens": room + 1}))
 
 
 def test_a_sample_ends_at_every_eos_of_the_model():
@@ -482,7 +522,7 @@ def test_bad_models(tmp_path):
 def test_defaults_follow_the_source():
     assert dataclasses.replace(ev.EvaluateConfig()).max_new_tokens == 64
     assert ev.EvaluateConfig().exact_answers and not ev.EvaluateConfig(source="a.jsonl").exact_answers
-    assert ev.EvaluateConfig(source="a.jsonl").max_new_tokens == 4096
+    assert ev.EvaluateConfig(source="a.jsonl").max_new_tokens is None, "known once the prompts and the model are"
     assert ev.EvaluateConfig(exact_answers=False, max_new_tokens=9).max_new_tokens == 9
 
 
@@ -494,6 +534,14 @@ def test_help_and_config_file(tmp_path):
     path.write_text("samples: 5\ntemperature: 0.6\n")
     (parsed,) = ev.make_parser().parse_args_and_config(["--config", str(path), "--samples", "7"])
     assert (parsed.samples, parsed.temperature) == (7, 0.6)
+    for theirs, ours in {"dataset": "source", "model_name_or_path": "model"}.items():
+        for option in (f"--{theirs}", f"--{ours}"):
+            (parsed,) = ev.make_parser().parse_args_and_config([option, "mine"])
+            assert vars(parsed)[ours] == "mine", option
+        path.write_text(f"{theirs}: mine\n")
+        _, unknown = ev.make_parser().parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+        with pytest.raises(ValueError, match=f"--{theirs} mine is no option of this recipe: did you mean --{ours}?"):
+            ev.refuse_unknown(unknown, ev.EvaluateConfig)
     path.write_text("sample: 5\n")
     with pytest.raises(ValueError, match="sample"):
         ev.make_parser().parse_args_and_config(["--config", str(path)])

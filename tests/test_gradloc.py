@@ -1250,6 +1250,46 @@ def test_a_stale_token_that_the_loss_weighs_by_its_ratio_is_a_token_mismatch(tok
     assert any("pi_theta/pi_old = 9.5" in line for line in evidence) == (cause == "A.1")
 
 
+@pytest.mark.parametrize(
+    "ratio, mismatch, name, remedy",
+    [
+        (9.0, 0.9, "stale token: the policy has moved since sampling",
+         "fewer updates a sampling, or a smaller --learning_rate, or --token_clip icepop"),
+        (0.9, 9.0, "token-level mismatch, training against sampling", "--token_clip icepop"),
+        (None, None, "token-level mismatch, training against sampling", "--token_clip icepop"),
+    ],
+)  # fmt: skip
+def test_name_remedy_evidence_and_sentence_of_a_token_agree(ratio, mismatch, name, remedy):
+    """The token that decides is the largest of those outside the band, not the largest of all."""
+
+    def token(position, share, omega, ratio, mismatch):
+        return gradloc.TokenReport(0, 0, 0, position, 7, "x", share, omega=omega, ratio=ratio, mismatch=mismatch)
+
+    tokens = [token(0, 0.45, 1.0, 30.0, 1 / 30), token(1, 0.4, 8.1, ratio, mismatch), token(2, 0.1, 8.1, 8.1, 1.0)]
+    report = gradloc.SpikeReport(3, "", {"reason": "adaptive"}, 5.0, "", "", tokens)
+    gradloc_causes.diagnose_into(report, (0.5, 5.0), (0.995, 1.005))
+    report.cause_name = gradloc_causes.cause_name(report, (0.5, 5.0))
+    text, is_stale = gradloc_causes.sentence(report, (0.5, 5.0), (0.995, 1.005)), name.startswith("stale")
+    assert (report.cause, report.cause_name, report.remedy) == ("A.1", name, remedy)
+    assert text.endswith(f"({'stale token' if is_stale else 'token mismatch'}): {remedy}")
+    treats = [line for line in report.evidence if "it is stale" in line]
+    assert bool(treats) == is_stale
+    if is_stale:  # the same three, in the same order
+        for words in (treats[0], remedy):
+            places = [words.index(way) for way in ("fewer updates", "learning")]
+            assert places == sorted(places) and "clip" in words[places[1] :]
+    assert report.to_dict()["cause_name"] == name
+
+
+def test_what_was_not_judged_is_not_called_unknown():
+    report = gradloc.SpikeReport(3, "", {"reason": "adaptive"}, 5.0, "", "")
+    gradloc_causes.diagnose_into(report, (0.5, 5.0), (0.995, 1.005))
+    assert gradloc_causes.cause_name(report, (0.5, 5.0)) == "cause not judged" and report.remedy == ""
+    assert "cause not judged" in gradloc_causes.sentence(report, (0.5, 5.0), (0.995, 1.005))
+    report.not_judged = []
+    assert gradloc_causes.cause_name(report, (0.5, 5.0)) == "no known cause"
+
+
 # --- what reviewers broke ---------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import html
 import io
 import json
 import math
@@ -129,7 +130,8 @@ class Page(HTMLParser):
         "svg line text polyline polygon circle".split()
     )
     ATTRIBUTES = set(
-        "lang charset http-equiv content name class id title style href viewbox role x1 x2 y1 y2 x y text-anchor points cx cy r".split()
+        "lang charset http-equiv content name class id title style href viewbox role open "
+        "x1 x2 y1 y2 x y text-anchor points cx cy r".split()
     )
     VOID = {"meta", "line"}
 
@@ -151,7 +153,7 @@ class Page(HTMLParser):
                 self.links.append(value)
             if name == "title":
                 self.titles.append(value)
-            assert name in ("content", "href", "title", "style") or len(value) < 200
+            assert name in ("content", "href", "title", "style", "open", "points") or len(value) < 200
         self.found.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
@@ -292,6 +294,30 @@ def test_the_page_says_what_matters(tmp_path):
     anchors = {a["id"] for _, a in page.found if "id" in a}
     assert {link[1:] for link in page.links} == anchors and len(anchors) == 20
     assert " the answer is 7 7\n<|im_end|>" in page.words  # a copied text has its own characters, not the marks
+
+
+def test_each_way_to_treat_a_spike_stands_by_itself(tmp_path):
+    ways = ["fewer updates a sampling", "a smaller <b>--learning_rate", "--token_clip icepop"]
+    text = write_spike(sample_report(remedy=", or ".join(ways)), tmp_path).read_text()
+    assert [html.unescape(way) for way in re.findall(r'<code class="remedy">(.*?)</code>', text)] == ways
+
+
+def test_the_token_table_scrolls_and_keeps_its_key_columns(tmp_path):
+    page = safe(write_spike(sample_report(), tmp_path))
+    tags = [tag for tag, _ in page.found]
+    table = next(i for i, (tag, a) in enumerate(page.found) if tag == "table" and a.get("class") == "tokens")
+    assert page.found[table - 1] == ("div", {"class": "wide"})
+    heads = page.found[table : tags.index("td", table)]
+    sticky = [a["class"].split()[-1] for tag, a in heads if tag == "th"][:5]
+    assert sticky == ["k0", "k1", "k2", "k3", "r"]
+    assert re.search(r"#token\s*pos\.share", page.words)
+    assert ".wide{overflow-x:auto}" in gradloc_report.STYLE and ".k3{position:sticky" in gradloc_report.STYLE
+    cells = [a["class"] for tag, a in page.found[table:] if tag == "td"][: len(gradloc_report.COLUMNS) + 2]
+    assert [name.split()[-1] for name in cells[:5]] == sticky and not any("k" in name for name in cells[4:])
+    assert [a["title"] for tag, a in heads if tag == "th" and a.get("title")] == [
+        x for _, _, x in gradloc_report.COLUMNS
+    ]
+    assert ("details", {"class": "note", "open": None}) in page.found
 
 
 def test_only_what_lies_above_the_gap_is_good(tmp_path):
@@ -632,6 +658,46 @@ def test_the_chart_places_spikes_by_step_and_norm(tmp_path):
     (line,) = [a["points"] for tag, a in page.found if tag == "polyline"]
     assert {point.split(",")[1] for point in line.split()} == {line.split(",")[1].split()[0]}
     assert y1 < float(line.split(",")[1].split()[0]) < y0  # threshold 3.1
+
+
+def curve(page):
+    return [[tuple(map(float, xy.split(","))) for xy in a["points"].split()]
+            for tag, a in page.found if tag == "polyline" and a["class"] == "norms"]  # fmt: skip
+
+
+def test_the_chart_has_the_norm_of_every_step_behind_the_spikes(tmp_path):
+    norms = {0: 1.0, 10: 10.0, 20: 0.0, 30: 100.0, 40: "nan", 50: 1.0, 60: 10.0}
+    lines = [json.dumps({"step": step, "grad_norm": norm}) for step, norm in norms.items()]
+    noise = [
+        '{"step": 0, "eval/accuracy": 0.5}',
+        "[1]",
+        "null",
+        '{"step": "<b>", "grad_norm": 1}',
+        "1e999",
+        '{"step": 70, "gra',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], *noise[:-1], *lines[1:], noise[-1]]))
+    for step, norm in ((10, 10.0), (60, 10.0)):
+        write_spike(sample_report(step=step, grad_norm=norm), tmp_path / "gradloc")
+    page = safe(write_index(tmp_path))
+    dots = [(float(a["cx"]), float(a["cy"])) for tag, a in page.found if tag == "circle"]
+    first, alone, last = curve(page)  # broken at 0 and nan
+    assert len(first) == 2 and alone[0] == alone[1] and len(last) == 2
+    assert first[1] == dots[0] and last[1] == dots[1] and first[0][1] > first[1][1] > alone[0][1]
+    assert first[0][0] < first[1][0] < alone[0][0] < last[0][0]
+    assert all(62 < x < 1166 and 22 <= y <= 200 for line in (first, alone, last) for x, y in line), "on the chart"
+    tags = [a.get("class") for tag, a in page.found if tag in ("polyline", "circle")]
+    assert tags[:3] == ["norms"] * 3 and len(tags) == 6, "the dots lie above the curve"
+    assert len(curve(safe(write_index(tmp_path / "gradloc")))) == 3, "found from the folder of the reports too"
+
+
+def test_a_long_run_keeps_its_peaks_on_the_chart(tmp_path):
+    norms = [3.0 if step == 4321 else 1.0 for step in range(5000)]
+    text = "".join(json.dumps({"step": i, "grad_norm": norm}) + "\n" for i, norm in enumerate(norms))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    ((*points,),) = gradloc_report._norms({str(tmp_path)})
+    assert len(points) == 1000 and (4321, 3.0) in points and points == sorted(points)
+    assert gradloc_report._norms({str(tmp_path / "gone" / "gradloc")}) == []
 
 
 def test_view_prints_a_table(tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +43,18 @@ from rlvr_launch import (
     requested_processes,
     settle_output_dir,
 )
-from rlvr_report import MORE_PANELS, PANELS, RunReport, plot_curves, read_metrics, series, smooth, table, to_json
+from rlvr_report import (
+    MORE_PANELS,
+    PANELS,
+    RunReport,
+    plot_comparison,
+    plot_curves,
+    read_metrics,
+    series,
+    smooth,
+    table,
+    to_json,
+)
 
 REPO = Path(__file__).resolve().parents[1]
 RECIPE = REPO / "recipes" / "grpo_tokenclip.py"
@@ -868,23 +880,127 @@ def test_only_the_main_process_writes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_metric_of_a_panel_is_drawn_and_no_other(monkeypatch, tmp_path):
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """plot(records or runs) -> ({panel title: axis}, title of the figure), of the figure that would be written."""
     figures = []
     monkeypatch.setattr(rlvr_report.plt, "close", figures.append)
+    monkeypatch.setattr(rlvr_report.plt.Figure, "savefig", lambda self, path, dpi: None)  # which takes a second
+
+    def plot(records):
+        if isinstance(records, dict):
+            plot_comparison(records, tmp_path / "curve.png")
+        else:
+            plot_curves(records, tmp_path / "curve.png", "title")
+        figure = figures[-1]
+        return {axis.get_title(): axis for axis in figure.axes if axis.get_title()}, figure.get_suptitle()
+
+    yield plot
+    monkeypatch.undo()
+    for figure in figures:
+        rlvr_report.plt.close(figure)
+
+
+def labels(axis):
+    return set(axis.get_legend_handles_labels()[1])
+
+
+def line(axis, label):
+    """The x and y of the curve with a label."""
+    (found,) = (x for x in axis.lines if x.get_label() == label)
+    return found.get_xdata().tolist(), list(found.get_ydata())
+
+
+def test_every_metric_of_a_panel_is_drawn_and_no_other(drawn):
     known = list(itertools.chain(*PANELS.values(), *MORE_PANELS.values()))
     masked = [f"{clip}/masked_frac" for clip in ("token_clip", "seq_clip", "minirl", "off_policy_mask", "mine")]
     known = [name for name in known if name != "*/masked_frac"] + masked
     for names in (known, known[:3], ["other"]):
-        records = [{"step": i, **dict.fromkeys(names, i + 1.0)} for i in range(3)]
-        plot_curves(records, tmp_path / "curve.png", "title")
-        drawn = {label for axis in figures[-1].axes for label in axis.get_legend_handles_labels()[1]}
-        assert drawn == set(names) & set(known)
-        titles = [axis.get_title() for axis in figures[-1].axes if axis.get_title()]
-        assert titles == [*PANELS, *(MORE_PANELS if names is known else [])]
-        assert (tmp_path / "curve.png").stat().st_size > 10_000
-    monkeypatch.undo()
-    for figure in figures:
-        rlvr_report.plt.close(figure)
+        panels, _ = drawn([{"step": i, **dict.fromkeys(names, i + 1.0)} for i in range(3)])
+        written = {rlvr_report.LABELS.get(name, name) for name in set(names) & set(known)}
+        assert set().union(*map(labels, panels.values())) == written
+        assert list(panels) == [*PANELS, *(MORE_PANELS if names is known else [])]
+    assert set(rlvr_report.NOTES) == {*PANELS, *MORE_PANELS}
+
+
+def test_held_out_accuracy_is_points_with_their_errors(drawn):
+    records = [{"step": 0, "eval/accuracy": 0.25, "eval/stderr": 0.125}, {"step": 3, "eval/accuracy": 0.5}]
+    records += [{"step": step, "reward": 0.1} for step in range(1, 40)]
+    axis = drawn(records)[0]["reward and held-out accuracy"]
+    (points,) = (c for c in axis.containers if c.get_label() == "held-out accuracy")
+    curve, _, (bars,) = points
+    assert (curve.get_marker(), curve.get_linestyle()) == ("o", "--") and curve.get_linewidth() < 1
+    assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([0, 3], [0.25, 0.5])
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[0.125, 0.375], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(("steps", "both"), [(29, False), (30, True)])
+def test_the_title_explains_only_what_is_drawn(drawn, steps, both):
+    panels, title = drawn([{"step": i + 1, "entropy": float(i % 2)} for i in range(steps)])
+    assert len(panels["entropy (nats a token)"].lines) == 1 + both
+    assert ("bold: trailing mean" in title) == both and "shaded" not in title
+    _, title = drawn([{"step": i, "minirl/masked_frac": 0.1} for i in range(1, 4)])
+    assert "shaded" in title and "bold" not in title
+
+
+def test_a_line_is_broken_where_a_logarithmic_axis_has_no_place(drawn):
+    norms = [1.0, 0.0, 2.0, 0.0, 0.0, math.inf, 4.0, 5.0]
+    records = [{"step": i, "grad_norm": norm, "gradloc/top1_share": 0.5} for i, norm in enumerate(norms)]
+    axis = drawn(records)[0]["gradient norm (before clipping)"]
+    assert axis.get_yscale() == "log" and axis.get_ylim()[0] > 0.3
+    steps, values = line(axis, "grad_norm")
+    assert steps == list(range(8)) and [math.isfinite(v) for v in values] == [1, 0, 1, 0, 0, 0, 1, 1]
+    assert next(x for x in axis.lines if x.get_label() == "grad_norm").get_marker() == ".", "step 2 stands alone"
+    assert line(axis, "0")[0] == [1, 3, 4] and line(axis, "not finite")[0] == [5]
+    assert line(axis, "explained by GradLoc") == ([0, 2, 5, 6, 7], [1.0, 2.0, math.inf, 4.0, 5.0])
+    assert "0" not in labels(drawn([{"step": i, "entropy": 0.0} for i in range(3)])[0]["entropy (nats a token)"])
+
+
+def test_steps_have_whole_numbers_and_notes_fit_their_panels(drawn):
+    names = [*itertools.chain(*PANELS.values(), *MORE_PANELS.values()), "mine/masked_frac"]
+    panels, _ = drawn([{"step": i, **dict.fromkeys(names, 1e-4 * i)} for i in range(1, 4)])
+    panels["masked fraction"].figure.draw_without_rendering()
+    for panel, axis in panels.items():
+        assert all(tick == int(tick) for tick in axis.get_xticks()), panel
+        (note,) = (text for text in axis.texts if text.get_text() == rlvr_report.NOTES[panel])
+        box, frame = note.get_window_extent(), axis.get_window_extent()
+        assert frame.x0 - 5 <= box.x0 and box.x1 <= frame.x1 + 5, panel
+        assert box.y0 >= frame.y1, panel
+
+
+def test_healthy_ranges_are_those_of_the_glossary(drawn):
+    rows = (rlvr_launch.REPO / "README.md").read_text().split("## Metrics")[1].split("\n## ")[0].splitlines()
+    stated = {}
+    for row in rows:
+        cells = row.split(" | ")
+        for name in re.findall(r"`([\w./]+)`", cells[0]):
+            healthy = re.match(
+                r"(above|below) ([\d.e-]+)$|([\d.e-]+) to ([\d.e-]+)$", cells[2] if len(cells) > 2 else ""
+            )
+            if healthy:
+                side, bound, low, high = healthy.groups()
+                stated[name] = (float(low), float(high)) if low else (None, float(bound))
+                stated[name] = stated[name][::-1] if side == "above" else stated[name]
+    panels = list(itertools.chain(*PANELS.values(), *MORE_PANELS.values()))
+    shown = {n: r for n, r in stated.items() if any(fnmatch(n, p) for p in panels) and not n.startswith("layer_clip")}
+    assert shown == rlvr_report.HEALTHY
+    axis = drawn([{"step": i, "mismatch/k3": 1e-4 * i, "mismatch/k1": 0.1} for i in range(300)])[0][
+        "mismatch of engine and training"
+    ]
+    assert axis.get_ylim()[1] > 0.1, "a range does not hide a curve"
+    k1, k3 = ([p.get_y(), p.get_y() + p.get_height()] for p in axis.patches)
+    assert k1 == pytest.approx([axis.get_ylim()[0], 0.01]) and k3 == pytest.approx([1e-4, 1e-2])
+
+
+def test_the_range_of_the_gradient_norm_moves_with_its_median(drawn):
+    norms = [4.0, 2.0, math.nan, 0.0, 6.0, 8.0, 1.0]
+    assert rlvr_report.running_median(norms, 3)[1:] == [4.0, 3.0, 3.0, 3.0, 4.0, 6.0]
+    assert math.isnan(rlvr_report.running_median(norms, 3)[0])
+    records = [{"step": i, "grad_norm": norm} for i, norm in enumerate(norms)]
+    axis = drawn(records)[0]["gradient norm (before clipping)"]
+    (band,) = axis.collections
+    box = band.get_paths()[0].get_extents()
+    assert (box.x0, box.x1) == (1, 6) and (box.y0, box.y1) == pytest.approx((1.0, 15.0))
 
 
 def test_a_line_between_two_samplings_keeps_its_columns(tmp_path, capsys):
@@ -894,13 +1010,28 @@ def test_a_line_between_two_samplings_keeps_its_columns(tmp_path, capsys):
     report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
     for step in range(1, 9):
         sampled = {"reward": 0.5, "completions/mean_length": 20.0} if step % 4 == 1 else {}
-        logs = {"entropy": 1.0, "minirl/masked_frac": 0.25, "other/masked_frac": 0.75} | sampled
+        logs = {"entropy": 1.0, "minirl/masked_frac": 0.25} | sampled
         report.on_log(None, state(step, 8), None, logs=logs)
     report.on_train_end(None, state(8, 8), None)
     lines = re.findall(r"^step +\d+  (.*)$", capsys.readouterr().out, flags=re.M)
     assert lines[0] == lines[4] == "reward 0.5  entropy 1  masked 0.25  length 20"
     assert set(lines[1:4] + lines[5:]) == {"reward -  entropy 1  masked 0.25  length -"}
     assert bar == [{"reward": "0.5", "entropy": "1", "masked": "0.25", "length": "20"}] * 8
+
+
+def test_of_several_masked_fractions_the_largest_is_shown_by_its_name(tmp_path, capsys):
+    """By the mean since the line before; the bar by the last step."""
+    report, bar = RunReport(tmp_path / "run"), []
+    report.draw = lambda: None
+    report.on_train_begin(None, state(0), None)
+    report.bar.set_postfix = lambda values, refresh: bar.append(dict(values))
+    for step, (clip, dropped) in enumerate([(0.5, 0.25), (0.0, 0.25), (0.375, 0.25), (math.nan, 0.25)], 1):
+        log(report, step, **{"seq_clip/masked_frac": dropped, "token_clip/masked_frac": clip})
+    report.on_train_end(None, state(4), None)
+    lines = re.findall(r"^step +\d+  (.*)$", capsys.readouterr().out, flags=re.M)
+    assert lines == ["masked token_clip 0.5", "masked seq_clip 0.25", "masked token_clip nan"]
+    assert bar == [{f"masked {name}": value} for name, value in
+                   [("token_clip", "0.5"), ("seq_clip", "0.25"), ("token_clip", "0.375"), ("token_clip", "nan")]]  # fmt: skip
 
 
 def test_a_run_shorter_than_logging_steps_ends_well(tmp_path):
@@ -920,6 +1051,86 @@ def test_a_line_torn_by_a_kill_does_not_stop_the_resume(tmp_path):
     log(report, 2, reward=1.0)
     report.on_train_end(None, state(2), None)
     assert [r["step"] for r in read_metrics(report.metrics_path)] == [1, 2]
+
+
+# --- runs side by side -------------------------------------------------------------------------------------------------
+
+
+def written_run(folder, *records):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    scored = {"eval/accuracy": 0.25, "eval/stderr": 0.0125}
+    steps = [{"step": i, "loss": 0.1, "reward": i / 10, "entropy": 1.0, "step_time": 30.0} for i in range(1, 5)]
+    full = written_run(
+        tmp_path / "full", {"step": 0, **scored}, *steps, {"step": 4, **scored | {"eval/accuracy": 0.75}}
+    )
+    young = written_run(
+        tmp_path / "young", {"step": 2, "loss": 0.1, "reward": 0.3, "eval/accuracy": 0.5}, {"step": 3, "loss": 0.0}
+    )
+    return full, young
+
+
+def test_runs_are_compared_in_one_picture_and_a_table(two_runs, tmp_path, capsys):
+    output = tmp_path / "both.png"
+    rlvr_report.main(["compare", *map(str, two_runs), "--output", str(output)])
+    assert output.read_bytes()[:4] == b"\x89PNG"
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", line) for line in lines] == [
+        ["run", "steps", "held-out before", "after", "minutes"],
+        ["full", "4", "25.0 % +- 1.2", "75.0 % +- 1.2", "2.0"],
+        ["young", "3", "-", "50.0 % (step 2)", "-"],
+        [f"curves: {output}"],
+    ]
+
+
+def test_each_run_has_one_colour_and_each_metric_its_line(two_runs, drawn):
+    runs = {folder.name: rlvr_report.read_run(folder) for folder in two_runs}
+    for records in runs.values():
+        records += [{"step": 9, "mismatch/k1": 0.1, "mismatch/k3": 0.2}]
+    panels, title = drawn(runs)
+    assert list(panels) == list(PANELS) and title == ""
+    looks = [(x.get_color(), x.get_linestyle()) for x in panels["mismatch of engine and training"].lines]
+    assert looks == [("C0", "-"), ("C1", "-"), ("C0", "--"), ("C1", "--")]
+    legend = panels["mismatch of engine and training"].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["mismatch/k1", "mismatch/k3"]
+    (legend,) = legend.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["full", "young"]
+    assert [handle.get_color() for handle in legend.legend_handles] == ["C0", "C1"]
+
+
+def test_folders_of_one_name_are_told_apart(two_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(rlvr_report, "plot_comparison", lambda runs, path: None)
+    written_run(tmp_path / "other" / "full", {"step": 1, "loss": 0.0})
+    table = rlvr_report.compare([two_runs[0], tmp_path / "other" / "full"], tmp_path / "c.png").splitlines()
+    assert [line.split()[0] for line in table[1:3]] == [str(two_runs[0]), str(tmp_path / "other" / "full")]
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ("gone", "gone is no folder: give the output folder of a run"),
+        ("", "holds no metrics.jsonl: give the output folder of a run"),
+        ("full", "a folder is given twice"),
+        ("empty", "metrics.jsonl holds no step of a training run"),
+        ("broken", "metrics.jsonl cannot be read as metrics"),
+        ("young --output=x", "usage: python rlvr_report.py compare RUN_DIR RUN_DIR"),
+        ("young --output /gone/x.png", "No such file or directory: '/gone/x.png'"),
+        ("young --output x.xyz", "Format 'xyz' is not supported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_ends_with_one_sentence(two_runs, tmp_path, other, sentence, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written_run(tmp_path / "empty", {"step": 0, "eval/accuracy": 0.5})
+    written_run(tmp_path / "broken")
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(SystemExit) as caught:
+        rlvr_report.main(["compare", "full", *(other.split() or ["."])])
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- real launches ---------------------------------------------------------------------------------------------------

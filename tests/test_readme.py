@@ -77,7 +77,8 @@ def test_every_metric_of_a_run_is_in_the_glossary(tmp_path):
         tmp_path, max_steps=9, gradloc="directional", gradloc_every=1, layer_clip=True, spectral_every=3, **changes
     )
     trainer.train()
-    written = {name for record in trainer.state.log_history if "loss" in record for name in record} | {"eval/accuracy"}
+    written = {name for record in trainer.state.log_history if "loss" in record for name in record}
+    written |= {"eval/accuracy", "eval/stderr"}
     assert {"gradloc/time_ratio", "layer_clip/corr_min"} <= written
     folded = {re.sub(r"/(min|p01|p50|p99|max)$", "/...", name) for name in written}
     folded = {re.sub(r"^(layer_clip/(norm|factor))/.*", r"\1/...", name) for name in folded}
