@@ -57,8 +57,8 @@ def hold(folder):
 def let_go(folder=None, remove=False):
     """Give back one folder, or all. remove: as if it had never been held."""
     for held in list(HELD) if folder is None else [folder] if folder in HELD else []:
-        if remove:
-            (held / LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder is gone, or can be written no more
+            (held / LOCK).unlink() if remove else os.truncate(held / LOCK, 0)
         HELD.pop(held).release()
 
 
