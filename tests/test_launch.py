@@ -409,7 +409,9 @@ def test_resume_last_is_the_newest_complete_checkpoint_by_number(tmp_path):
 
 def test_resume_last_without_a_complete_checkpoint(tmp_path):
     make_run(tmp_path / "a", broken=(5,))
-    with pytest.raises(FileNotFoundError, match=f"--output_dir {tmp_path / 'nowhere'} does not exist: name the folder"):
+    with pytest.raises(
+        FileNotFoundError, match=f"--output_dir {tmp_path / 'nowhere'} does not exist: name the folder"
+    ):
         settle("nowhere", True, "last")
     with pytest.raises(FileNotFoundError, match="a has no complete checkpoint .*--save_steps 75.* start anew without"):
         settle("a", True, "last")

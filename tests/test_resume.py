@@ -301,7 +301,7 @@ def test_a_checkpoint_holds_what_was_asked_for_and_a_resume_saves_as_it_is_told(
         tmp_path, str(checkpoint), token_clip="none", save_strategy="steps", save_steps=1, max_completion_length=4
     )
     assert check_resumed(asked) is None
-    rest = make_ours(tmp_path / "a", max_steps=3, save_steps=1, resume_from_checkpoint=str(checkpoint), **changes)
+    rest = make_ours(tmp_path / "a", max_steps=4, save_steps=1, resume_from_checkpoint=str(checkpoint), **changes)
     rest.train(resume_from_checkpoint=str(checkpoint))
     assert (tmp_path / "a/checkpoint-3").is_dir()  # the checkpoint says every second step
     assert rest._get_learning_rate() == pytest.approx(5e-4)  # what the run changed stays
