@@ -49,11 +49,16 @@ from rlvr_launch import (
     check_batch,
     check_distributed,
     check_ranges,
+    complete_checkpoints,
     derive_accumulation,
+    leave,
+    lowering,
+    one_sentence,
     pick_device_and_precision,
     say,
 )
 from rlvr_report import RunReport, table
+from rlvr_resume import Stopped, let_go, nothing_left, settings_of, stop_line, stoppable, write_settings
 from rollout import ROLLOUT_DTYPES, TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
     agreeing_rows,
@@ -408,7 +413,7 @@ class RLVRConfig(GRPOConfig):
 
     # data
     dataset: str = field(
-        default="tiny", metadata={"help": "training rows: tiny, a hub id, or a .jsonl/.json/.parquet"}
+        default="tiny", metadata={"help": "training rows: tiny, a hub id, or a .jsonl/.json/.parquet/.csv"}
     )
     dataset_limit: int | None = field(default=None, metadata={"help": "use at most this many rows"})
     prompt_style: str | None = field(
@@ -656,6 +661,8 @@ class RLVRConfig(GRPOConfig):
             )
         check_options(self)
         pick_device_and_precision(self)
+        if self.disable_tqdm is None:  # a redirected log would hold a line for each frame of the bar
+            self.disable_tqdm = not (sys.stderr and sys.stderr.isatty())
         derive_accumulation(self)
         check_batch(self)  # before TRL's own check, which names no valid value
         super().__post_init__()
@@ -720,6 +727,7 @@ class RLVRTrainer(GRPOTrainer):
     """
 
     def __init__(self, model, args, reward_funcs, train_dataset, **kwargs):
+        self._asked = settings_of(args)  # before anything changes them
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is tested here against the pinned TRL
         super().__init__(
             model, reward_funcs, args, train_dataset, rollout_func=None if args.use_vllm else self._rollout, **kwargs
@@ -729,7 +737,7 @@ class RLVRTrainer(GRPOTrainer):
         if len(train_dataset) < needed:
             raise ValueError(
                 f"--dataset {args.dataset} gives {len(train_dataset)} rows, but one sampling takes {needed} prompts: use more "
-                "rows, or lower --per_device_train_batch_size or --gradient_accumulation_steps"
+                f"rows, or lower {lowering(args)}"
             )
         self._ares = None
         if args.optim_method is not None:
@@ -1400,6 +1408,8 @@ class RLVRTrainer(GRPOTrainer):
             "gradients": None if self._attachment is None else self._attachment.state_dict(),
             "own": self.recipe_state(),
         }
+        if self.accelerator.is_main_process:
+            write_settings(checkpoint, self._asked, state["controls"])
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
@@ -1446,14 +1456,16 @@ class RLVRTrainer(GRPOTrainer):
             )
         self.model.load_state_dict(saved.state_dict())
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        if self.state.global_step >= self.state.max_steps:
-            raise ValueError(
-                f"{checkpoint} is at step {self.state.global_step} and the run ends at step {self.state.max_steps}: nothing "
-                "is left to train; raise --max_steps (or --num_train_epochs) to go on"
-            )
+    def _init_training_state(self, max_steps, *args):
+        places = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(
+            self.args, max_steps
+        )  # the checkpoint's --save_steps and --logging_steps do not count
+        return places
+
+    def check_checkpoint(self, checkpoint):
+        """Raise one sentence where `checkpoint` lacks a piece or was made by another run. -> this rank's rollout state."""
+        self._refuse_another_model(checkpoint)
         path, rank = self._rollout_state_path(checkpoint), self.accelerator.process_index
         needed = [path.name, "rng_state.pth" if self.accelerator.num_processes == 1 else f"rng_state_{rank}.pth"]
         if not self.is_deepspeed_enabled:  # DeepSpeed keeps optimizer and scheduler in its own files and checks them
@@ -1464,9 +1476,6 @@ class RLVRTrainer(GRPOTrainer):
                     f"{checkpoint} holds no {name}: resuming would silently restart that state; "
                     "resume from a complete checkpoint (saved without --save_only_model, by as many processes)"
                 )
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.state.global_step == 0 and self.is_fsdp_enabled:  # a guard's start: see StabilityGuard._start
-            self.optimizer.state.clear()
         device = self.accelerator.device  # "cpu:0" under gloo, a name that torch.load does not know
         try:
             state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
@@ -1487,6 +1496,17 @@ class RLVRTrainer(GRPOTrainer):
                 f"{checkpoint} was made with other training rows than --dataset {self.args.dataset} gives now: resume "
                 "with the same rows, limit, prompt style and seed"
             )
+        return state
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state.global_step >= self.state.max_steps:
+            raise ValueError(nothing_left(checkpoint, self.state.global_step, self.state.max_steps))
+        state = self.check_checkpoint(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state.global_step == 0 and self.is_fsdp_enabled:  # a guard's start: see StabilityGuard._start
+            self.optimizer.state.clear()
         self._step = state["micro_step"]
         self._buffered_inputs = state["buffered_inputs"]
         self._sequences_sampled = state["sequences_sampled"]
@@ -1623,22 +1643,42 @@ def _rows(flag, source, limit, args):
 
 
 def run(trainer, held_out=None):
-    """Evaluate, train (or resume), evaluate, save, and say where everything is. All processes call it."""
-    with closing(trainer):
-        _run(trainer, held_out)
+    """Evaluate, train (or resume), evaluate, save, and say where everything is. All processes call it.
+
+    A signal ends it with one line, the curve so far and the exit status 130 or 143.
+    """
+    report = RunReport(trainer.args.output_dir, bar=not trainer.args.disable_tqdm)
+    try:
+        with stoppable(), closing(trainer):
+            _run(trainer, held_out, report)
+    except Stopped as stop:
+        if trainer.accelerator.is_main_process:
+            _stopped(trainer, report)
+        leave(stop.code)
+    finally:
+        let_go()
 
 
-def _run(trainer, held_out):
+def _stopped(trainer, report):
+    args, state = trainer.args, trainer.state
+    report.stop()
+    complete = complete_checkpoints(Path(args.output_dir))
+    say(stop_line(state.global_step, state.max_steps, complete[-1] if complete else None, args.save_steps))
+
+
+def _run(trainer, held_out, report):
     args = trainer.args
+    if args.resume_from_checkpoint is not None:
+        with one_sentence():
+            trainer.check_checkpoint(args.resume_from_checkpoint)
     say(batch_line(args))
     if trainer._attachment is not None and trainer._attachment.gradloc is not None:
         say(f"gradloc: {args.gradloc}, reports of gradient spikes go to {trainer._attachment.gradloc.folder}")
-    report = RunReport(args.output_dir)
     report.replace_defaults(trainer)
     before = after = None
     if held_out is not None:
         trainer.add_callback(HeldOut(trainer, held_out))
-        before = _evaluate("before", trainer, held_out)
+        before = _evaluate("before", trainer, held_out, args.resume_from_checkpoint is not None)
         if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
             report.write({"step": 0, "eval/accuracy": before["accuracy"], "eval/stderr": before["stderr"]})
     try:
@@ -1687,8 +1727,9 @@ def _percent(result):
     return f"{100 * result['accuracy']:5.1f} % +- {100 * result['stderr']:.1f}  ({result['problems']} problems)"
 
 
-def _evaluate(when, trainer, rows):
-    say(f"held-out accuracy {when} training: {len(rows)} problems x {trainer.args.eval_samples} samples ...")
+def _evaluate(when, trainer, rows, resumed=False):
+    place = " (before step 1; the checkpoint is loaded next)" if resumed else ""
+    say(f"held-out accuracy {when} training{place}: {len(rows)} problems x {trainer.args.eval_samples} samples ...")
     result = trainer.held_out_accuracy(rows, trainer.args.eval_samples)
     say(f"  {_percent(result)}")
     return result

@@ -29,6 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.import_utils import is_vllm_available
 
+from rlvr_resume import Stopped, check_resumed, end_with_parent, hold, let_go, stoppable
+
 REPO = Path(__file__).resolve().parent
 # Models that ship with the project, under tiny/: --model_name_or_path takes the short name.
 TINY = {
@@ -126,8 +128,10 @@ def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
     return parser
 
 
-def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
+def parse_args(config_class, doc, argv=None, default=TINY_CONFIG, amend=None):
     """Parse the command line into (config_class, ModelConfig); input errors end the program with one sentence.
+
+    The run folder is this process's from here on, see `settle_output_dir`. amend(args): what a recipe still has to set.
 
     Authority: command line, then `--config file.yaml`, then the dataclass. With neither --config nor
     --model_name_or_path the embedded default (recipes/configs/tiny.yaml, or `default`) is used. Unknown flags and keys are
@@ -165,10 +169,18 @@ def parse_args(config_class, doc, argv=None, default=TINY_CONFIG):
             check_installed(args)
         except ValueError as error:
             raise ValueError(f"{error}{set_by_file(str(error), file, given)}") from error
+        if amend is not None:
+            amend(args)
         check_processes(args)
+        if launch_command() is not None or "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
+            end_with_parent()
         settle_output_dir(args, explicit="--output_dir" in given)
         model_args.model_name_or_path = find_model(model_args.model_name_or_path, args.output_dir)
         args.model_init_kwargs = model_options(args, model_args)
+        if args.resume_from_checkpoint is not None:
+            line = decided_by_main(lambda: check_resumed(args))
+            if line is not None:
+                say(line)
     return args, model_args
 
 
@@ -262,10 +274,15 @@ def model_options(args, model_args):
 
 @contextlib.contextmanager
 def one_sentence():
-    """Around everything that reads a user's input: a ValueError or missing file ends the program with its sentence, and what was
-    claimed of the output folder is given back."""
+    """Around everything that reads a user's input: a ValueError or missing file ends the program with its sentence, a signal with
+    its line, and what was claimed of the output folder is given back."""
     try:
-        yield
+        with stoppable():
+            yield
+    except Stopped as stop:
+        unclaim()
+        say("stopped before it began")
+        sys.exit(stop.code)
     except (ValueError, FileNotFoundError) as error:
         unclaim()
         sys.exit(f"error: {error}")
@@ -360,30 +377,34 @@ def holds_a_run(folder):
     return (folder / "metrics.jsonl").exists() or any(folder.glob("checkpoint-*"))
 
 
-CLAIMED = {}  # folder that this process took for a run -> the folders that were made for it, innermost first
+CLAIMED = {}  # folder that this process writes to -> (is the run a new one?, folders that were made for it, innermost first)
 
 
-def claim(folder):
-    """Take `folder` for a new run by creating its metrics.jsonl, which of two processes only one can. -> success"""
+def take(folder, new=False):
+    """Be the one run that writes into `folder`, made where it does not exist. new: win its metrics.jsonl too, which of two
+    processes only one can create. -> success. Raises ValueError as `hold`."""
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / "metrics.jsonl").open("x").close()
-    except FileExistsError:
-        return False
+    if new:
+        try:
+            (folder / "metrics.jsonl").open("x").close()
+        except FileExistsError:
+            return False
     if not CLAIMED:
         atexit.register(unclaim)
-    CLAIMED[folder] = made
+    CLAIMED[folder] = new, made
+    hold(folder)
     return True
 
 
 def unclaim():
     """Give back what no run has written to: a start that input errors ended leaves nothing behind."""
     while CLAIMED:
-        folder, made = CLAIMED.popitem()
+        folder, (new, made) = CLAIMED.popitem()
         metrics = folder / "metrics.jsonl"
-        if metrics.exists() and not metrics.stat().st_size and not (folder / "final").exists():
+        if new and metrics.exists() and not metrics.stat().st_size and not (folder / "final").exists():
             metrics.unlink()
+        let_go(folder, remove=not holds_a_run(folder))
         with contextlib.suppress(OSError):  # not empty, or gone
             for path in made:
                 path.rmdir()
@@ -396,24 +417,32 @@ def complete_checkpoints(folder):
     return sorted(found, key=lambda p: int(p.name.split("-")[1]))
 
 
+def decided_by_main(decide):
+    """What decide() returns on the main process, on all of them. Its refusal is raised there, and ends the others without a word."""
+    state, answer = PartialState(), [None]
+    if state.is_main_process:
+        try:
+            answer = [decide()]
+        except (ValueError, FileNotFoundError) as error:
+            answer = [error]
+    if state.num_processes > 1:
+        broadcast_object_list(answer)
+    if isinstance(answer[0], Exception):
+        if not state.is_main_process:
+            sys.exit(1)
+        raise answer[0]
+    return answer[0]
+
+
 def settle_output_dir(args, explicit):
     """Fix args.output_dir and args.resume_from_checkpoint; never mix two runs in one folder.
 
     A fresh run whose folder already holds one moves to `<folder>-2`, `-3`, ... when the folder is the recipe's default, and is
-    refused when it was named by the user; the folder is its own from here on, also beside a run that starts at the same moment.
+    refused when it was named by the user; the folder is its own from here on, also beside a run that starts at the same moment,
+    and a folder that a living run writes to is refused whatever is asked (rlvr_resume.hold).
     `--resume_from_checkpoint last` finds the newest complete checkpoint. Rank 0 decides: another looks a moment later.
     """
-    choice = [None]
-    if PartialState().is_main_process:
-        try:
-            choice = [_settled(Path(args.output_dir).absolute(), args, explicit)]
-        except (ValueError, FileNotFoundError) as error:
-            choice = [error]
-    if PartialState().num_processes > 1:
-        broadcast_object_list(choice)
-    if isinstance(choice[0], Exception):
-        raise choice[0]
-    folder, checkpoint = choice[0]
+    folder, checkpoint = decided_by_main(lambda: _settled(Path(args.output_dir).absolute(), args, explicit))
     args.output_dir, args.resume_from_checkpoint = str(folder), checkpoint and str(checkpoint)
     if checkpoint is not None:
         say(f"resuming from {checkpoint}, writing to {folder}")
@@ -423,11 +452,16 @@ def _settled(folder, args, explicit):
     """(folder, checkpoint to go on from or None), absolute; a fresh run has claimed its folder."""
     newest = 0 if explicit else _newest(folder)
     if args.resume_from_checkpoint is not None:
-        return _resumed(_numbered(folder, max(newest, 1)), args, explicit)
+        folder, checkpoint = _resumed(_numbered(folder, max(newest, 1)), args, explicit)
+        take(folder)
+        return folder, checkpoint
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
-    while holds_a_run(_numbered(folder, newest + 1)) or not claim(_numbered(folder, newest + 1)):
+    while holds_a_run(_numbered(folder, newest + 1)) or not take(_numbered(folder, newest + 1), new=True):
+        if explicit:
+            hold(folder)  # by a living run: another sentence than by one that has ended
+            let_go(folder)
         if explicit and complete_checkpoints(folder):
             raise ValueError(
                 f"--output_dir {folder} already holds a run: continue it with --resume_from_checkpoint last, or name another"
@@ -464,8 +498,14 @@ def _resumed(folder, args, explicit):
                 f"--resume_from_checkpoint last: the run in {folder} has no complete checkpoint (the first comes at --save_steps "
                 f"{args.save_steps:g}): name another run with --output_dir, or start anew without --resume_from_checkpoint"
             )
+        if not explicit:
+            raise FileNotFoundError(
+                f"--resume_from_checkpoint last: no run in {folder}; name the run with --output_dir"
+            )
+        what = "holds no checkpoint" if folder.exists() else "does not exist"
         raise FileNotFoundError(
-            f"--resume_from_checkpoint last: no complete checkpoint in {folder}; name the run with --output_dir"
+            f"--resume_from_checkpoint last: --output_dir {folder} {what}: name the folder of the run, or start anew without "
+            "--resume_from_checkpoint"
         )
     if not (checkpoint / "trainer_state.json").exists():
         what = "is no checkpoint: it has no trainer_state.json" if checkpoint.is_dir() else "does not exist"
@@ -591,6 +631,21 @@ def check_batch(config):
         )
 
 
+def lowering(config):
+    """Which flags make a sampling smaller, as they are set: those above 1."""
+    per_step = "prompts_per_step" if config.prompts_per_step is not None else "gradient_accumulation_steps"
+    per_sampling = "num_minibatches" if config.num_minibatches is not None else "steps_per_generation"
+    names = (
+        [per_step, per_sampling]
+        if config.prompts_per_step is not None
+        else ["per_device_train_batch_size", per_step, per_sampling]
+    )
+    if per_sampling == "steps_per_generation" and config.steps_per_generation == config.gradient_accumulation_steps:
+        names.remove(per_sampling)  # follows
+    values = {name: vars(config)[name] for name in names}
+    return " or ".join(f"--{name} {value}" for name, value in values.items() if value > 1)
+
+
 def batch_line(config):
     """The arithmetic of one optimizer step in words, printed at start."""
     sequences = config.per_device_train_batch_size * world_size() * config.gradient_accumulation_steps
@@ -602,25 +657,27 @@ def batch_line(config):
     )
 
 
-def leave():
-    """Last call of a recipe's main. With several processes it ends this one without Python's finalisation: there a
-    communication thread that asks for the interpreter aborts the process (seen in one of a dozen two-process runs), and
-    the launcher then calls a finished run failed. What is registered to happen at exit (trackers flush there) happens."""
+def leave(code=0):
+    """Last call of a recipe's main, or of a run that was stopped.
+
+    With several processes it ends this one without Python's finalisation: there a communication thread that asks for the
+    interpreter aborts the process (seen in one of a dozen two-process runs), and the launcher then calls a finished run
+    failed. What is registered to happen at exit (trackers flush there) happens.
+    """
     if world_size() > 1:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 # --- what the launcher was asked for ----------------------------------------------------------------------------------
 
 
-def requested_processes():
-    """`num_processes` of the `accelerate launch` that is our parent (flag or config file), else None.
-
-    accelerate does not hand this number down: `accelerate launch --cpu --num_processes 2` starts one process, silently.
-    """
+def launch_command():
+    """The words after `accelerate launch` where that is our parent, else None."""
     try:
         command = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
@@ -631,14 +688,23 @@ def requested_processes():
             Path(word).name == "accelerate-launch" or word == "launch" and Path(command[i - 1]).name == "accelerate"
         )
         if module or script:
-            request, _ = launch_command_parser().parse_known_args(command[i + 1 :])
-            by_default = (
-                os.path.isfile(config_args.default_config_file) and not request.cpu
-            )  # as accelerate decides it
-            if request.num_processes is None and (request.config_file is not None or by_default):
-                return config_args.load_config_from_file(request.config_file).num_processes
-            return request.num_processes
+            return command[i + 1 :]
     return None
+
+
+def requested_processes():
+    """`num_processes` of the `accelerate launch` that is our parent (flag or config file), else None.
+
+    accelerate does not hand this number down: `accelerate launch --cpu --num_processes 2` starts one process, silently.
+    """
+    command = launch_command()
+    if command is None:
+        return None
+    request, _ = launch_command_parser().parse_known_args(command)
+    by_default = os.path.isfile(config_args.default_config_file) and not request.cpu  # as accelerate decides it
+    if request.num_processes is None and (request.config_file is not None or by_default):
+        return config_args.load_config_from_file(request.config_file).num_processes
+    return request.num_processes
 
 
 def check_processes(args):

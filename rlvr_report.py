@@ -63,6 +63,7 @@ HEALTHY = {  # metric -> (from, to): its range in the README's glossary, None wh
 }
 SPIKE_FACTOR, MEDIAN_STEPS = 3, 64  # of grad_norm, whose range moves with its median
 FROM_ZERO = {"masked fraction"}
+NO_REWARD_STEPS, NO_REWARD = 10, 0.005  # steps, and the mean reward over them below which it counts as 0
 LOG_SCALE = {"gradient norm (before clipping)"}
 MARKED = {"gradient norm (before clipping)"}  # with the steps that GradLoc looked into
 LINES = ("-", "--", ":", "-.")  # of the metrics of one panel where the colours tell runs apart
@@ -271,10 +272,11 @@ def column(short, values):
 class RunReport(TrainerCallback):
     """Progress bar with the numbers that matter, metrics.jsonl (one line a logging step), curve.png (kept current)."""
 
-    def __init__(self, folder, lines=12, redraw_every_s=60.0):
+    def __init__(self, folder, lines=12, redraw_every_s=60.0, bar=True):
         self.folder, self.lines, self.redraw_every_s = Path(folder), lines, redraw_every_s
         self.metrics_path, self.curve_path = self.folder / "metrics.jsonl", self.folder / "curve.png"
-        self.bar, self.drawn_at = None, time.monotonic()
+        self.show_bar, self.bar, self.drawn_at = bar, None, time.monotonic()
+        self.rewards = []  # of the first steps
         self.unprinted = []  # records since the last printed line, which shows their mean: one step is mostly noise
         self.latest = {}  # short name -> (heading, last value)
 
@@ -313,11 +315,14 @@ class RunReport(TrainerCallback):
         if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
             kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
             self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))
+        if state.global_step:
+            self.rewards = None
         if self.bar is not None:  # training was left and begins again from a checkpoint
             self.bar.close()
         self.bar = tqdm(
-            total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step"
-        )
+            total=state.max_steps, initial=state.global_step, dynamic_ncols=True, desc="train", unit="step",
+            disable=not self.show_bar,
+        )  # fmt: skip
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -337,10 +342,29 @@ class RunReport(TrainerCallback):
         if state.global_step == 1 or state.global_step % every == 0 or "eval/accuracy" in record:
             self.bar.write(f"step {state.global_step:>5}  " + "  ".join(self.means()))
             self.unprinted.clear()
+        self._warn_of_no_reward(record)
         if time.monotonic() - self.drawn_at > self.redraw_every_s:
             self.draw()
 
+    def _warn_of_no_reward(self, record):
+        """Once, after the first steps of a run: without a single success in a group there is no gradient."""
+        if self.rewards is None:
+            return
+        name = "accuracy" if "accuracy" in record else "reward"  # with punishments a reward of 0 is no lack of success
+        self.rewards += [record[name]] if name in record else []
+        if record["step"] >= NO_REWARD_STEPS:
+            if self.rewards and abs(sum(self.rewards) / len(self.rewards)) < NO_REWARD:
+                self.bar.write(
+                    f"{name} 0 for {record['step']} steps: nothing can be learnt from groups without a success; see README, "
+                    "Troubleshooting"
+                )
+            self.rewards = None
+
     def on_train_end(self, args, state, control, **kwargs):
+        self.stop()
+
+    def stop(self):
+        """The end of training, or of a run that was stopped in it."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

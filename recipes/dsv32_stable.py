@@ -198,6 +198,7 @@ class DSV32Config(RLVRConfig):
             part: values for part, values in self.tree.items() if part not in tree
         }
         self.block = RLStability.read(self.tree)
+        self.rl_stability = asdict(self.block)  # as it counts: a checkpoint's settings are compared with it
         self.routing_replay = "r3" if self.block.consistency.keep_routing else "none"
         self.keep_sampling_mask = self.block.consistency.keep_sampling_mask and truncates(self)
 
@@ -315,9 +316,8 @@ def gather_dotted(argv):
 def main(argv=None):
     with one_sentence():
         argv, dotted = gather_dotted(sys.argv[1:] if argv is None else argv)
-    args, model_args = parse_args(DSV32Config, __doc__, argv, default=REPO / "recipes" / "configs" / "tiny_dsv32.yaml")
-    with one_sentence():
-        args.override(dotted)
+    default = REPO / "recipes" / "configs" / "tiny_dsv32.yaml"
+    args, model_args = parse_args(DSV32Config, __doc__, argv, default, amend=lambda args: args.override(dotted))
     with make_verifier(args) as verifier:
         with one_sentence():  # wrong input ends in a sentence; an error in training keeps its traceback
             refuse_unused(

@@ -351,7 +351,7 @@ def make_run(folder, *steps, broken=()):
     (folder / "metrics.jsonl").touch()
     for step in (*steps, *broken):
         (folder / f"checkpoint-{step}").mkdir()
-        (folder / f"checkpoint-{step}" / "trainer_state.json").touch()
+        write(folder / f"checkpoint-{step}" / "trainer_state.json", '{"global_step": 1, "max_steps": 9}')
         if step not in broken:
             (folder / f"checkpoint-{step}" / "rollout_state_0.pt").touch()
     return folder
@@ -421,7 +421,9 @@ def test_resume_last_is_the_newest_complete_checkpoint_by_number(tmp_path):
 
 def test_resume_last_without_a_complete_checkpoint(tmp_path):
     make_run(tmp_path / "a", broken=(5,))
-    with pytest.raises(FileNotFoundError, match=f"no complete checkpoint in {tmp_path / 'nowhere'}; name the run"):
+    with pytest.raises(
+        FileNotFoundError, match=f"--output_dir {tmp_path / 'nowhere'} does not exist: name the folder"
+    ):
         settle("nowhere", True, "last")
     with pytest.raises(FileNotFoundError, match="a has no complete checkpoint .*--save_steps 75.* start anew without"):
         settle("a", True, "last")

@@ -1,5 +1,6 @@
 """The README's claims that a machine can check: commands, file map, links, glossary, one-word facts about the project."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlvr_data import load_math_rows
+from tiny.tasks import KINDS, make_rows
 from training import make_ours
 
 REPO = Path(__file__).resolve().parents[1]
@@ -110,3 +113,14 @@ def test_gradloc_example_in_a_plain_loop_runs(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("of the gradient norm is token") == 2
     assert len(list((tmp_path / "runs/loop/gradloc").glob("look_*.html"))) == 2
+
+
+def test_the_rows_of_your_data_are_problems_that_the_tiny_models_know(tmp_path):
+    section = README.split("## Your data")[1].split("\n## ")[0]
+    rows = re.findall(r"'(\{.*?\})'", section)
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows) + "\n")
+    assert len(load_math_rows(str(tmp_path / "mine.jsonl"), prompt_style="plain")) == len(rows) == 2
+    shape = re.compile(r"\d+")
+    known = {shape.sub("1", row["problem"]) for row in make_rows("train", 600)}
+    assert {shape.sub("1", json.loads(row)["problem"]) for row in rows} <= known
+    assert "eight kinds" in section and len(KINDS) == 8

@@ -31,7 +31,6 @@ from real_vllm import RealServer  # noqa: E402
 
 from rlvr_launch import unpack_gguf  # noqa: E402
 from rlvr_report import read_metrics  # noqa: E402
-from tiny.tasks import make_rows  # noqa: E402
 
 COMMON = (
     "--engine vllm --rollout_dtype float32 --routing_replay none --num_minibatches 1 --gradloc off --save_strategy no "
@@ -41,10 +40,10 @@ TINY = (
     "--model_name_or_path tiny --dataset tiny --exact_answers true --learning_rate 1e-4 --num_generations 8 "
     "--per_device_train_batch_size 64 --max_completion_length 48 --gradient_checkpointing false"
 )
-# Short answers of a model that knows little arithmetic: 2 prompts x 4 samples of 32 tokens.
+# Short answers of a model that knows little arithmetic, at a temperature at which a few of them are right: 2 prompts x 4 samples.
 REAL = (
     "--model_name_or_path MODEL --dataset SUMS --learning_rate 1e-5 --num_generations 4 --per_device_train_batch_size 8 "
-    "--max_completion_length 32 --prompt_style boxed --gradient_checkpointing false"
+    "--max_completion_length 32 --prompt_style boxed --temperature 0.3 --gradient_checkpointing false"
 )
 RECIPES = {
     "synchronous": "recipes/minirl_sync.py",
@@ -54,10 +53,10 @@ EDGE = 5  # updates at each end over which mismatch and reward are averaged
 
 
 def sums(folder):
-    """Sums and differences of one- and two-digit numbers in a file: what a 135M model solves now and then."""
+    """All sums of two digits in a file: what a 135M model solves now and then."""
     path = Path(folder) / "sums.jsonl"
-    rows = make_rows("train", 64, kinds=["sum"], levels=[1])
-    path.write_text("".join(json.dumps({"problem": r["problem"], "answer": r["answer"]}) + "\n" for r in rows))
+    rows = [{"problem": f"Compute {a}+{b}.", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
