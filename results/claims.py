@@ -752,7 +752,7 @@ def recipe_table(entries, verdicts):
         updates = max(r["step"] for r in by_seed[0])
         minutes = statistics.mean(entries["defaults"]["arm_minutes"][name.removesuffix(".py")])
         gain = f"{statistics.mean(before):.0f} % -> {spread(end)} % held-out in {updates} updates"
-        cost = f"{minutes:.1f} minutes on one core ({len(end)} {'seed' if len(end) == 1 else 'seeds'})"
+        cost = f"{minutes:.1f} minutes of one core ({len(end)} {'seed' if len(end) == 1 else 'seeds'})"
         yield f"{first} | {gain}, {cost} | [{own}](results/{report}/report.md) |"
 
 

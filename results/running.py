@@ -8,12 +8,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import runpy
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,27 +39,30 @@ KEPT = (
 
 
 def start_recipe(recipe, options, log):
-    """In a process of its own: the recipe under its command line, its output in `log`."""
+    """In a process of its own: the recipe under its command line, its output in `log`, the CPU time of its processes beside it."""
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     sys.argv = [str(REPO / "recipes" / f"{recipe}.py"), *options]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    log.with_suffix(".cpu").write_text(json.dumps(sum(u.ru_utime + u.ru_stime for u in used) / 60))
 
 
 def run_arm(recipe, name, options, seed, folder):
-    """One training run -> its metrics records and wall-clock minutes. A run that `folder` holds already is read, not made again."""
+    """One training run -> its metrics records and its minutes of CPU time, which other work on the machine changes little. A run
+    that `folder` holds already is read, not made again."""
     done = folder / "minutes.json"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)  # half a run
         options = ["--output_dir", str(folder), "--rollout_dtype", "fp8", "--seed", str(seed), *options]
-        start, log = time.monotonic(), folder.parent / f"{folder.name}.log"
+        log = folder.parent / f"{folder.name}.log"
         process = multiprocessing.get_context("forkserver").Process(target=start_recipe, args=(recipe, options, log))
         process.start()
         process.join()
         if process.exitcode:
             raise RuntimeError(f"{name}, seed {seed}: {recipe} ended with exit code {process.exitcode}, see {log}")
-        done.write_text(json.dumps((time.monotonic() - start) / 60))
+        log.with_suffix(".cpu").rename(done)
     minutes = json.loads(done.read_text())
     print(f"seed {seed}: {name}: {minutes:.1f} minutes", flush=True)
     return read_metrics(folder / "metrics.jsonl"), minutes
