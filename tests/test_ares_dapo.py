@@ -48,12 +48,12 @@ def digits(completions, solution=None, **kwargs):
     return [float(len(text) % 2) for text in texts]
 
 
-def make(folder, verifier=digits, peft_config=None, rows=64, **changes):
+def make(folder, verifier=digits, peft_config=None, rows=64, model=MODEL, **changes):
     ours = {"dynamic_sampling": False} | changes
     args = AresDAPOConfig(**options(folder, **ours))
     words = tokenizer()
     return quiet(
-        AresDAPOTrainer(MODEL, args, verifier, tiny_rows(rows), processing_class=words, peft_config=peft_config)
+        AresDAPOTrainer(model, args, verifier, tiny_rows(rows), processing_class=words, peft_config=peft_config)
     )
 
 
