@@ -47,7 +47,7 @@ SCRIPTS = {  # name -> (what it is, command, what --quick adds; None: it has no 
     "theorem": ("the published success bound, measured", ["results/gradloc/theorem.py"], ["--quick"]),
     "mismatch": ("what replay does to mismatch and staleness", ["results/minirl/mismatch.py"], ["--quick"]),
     "drills": ("nine faults that the guard takes back, bit for bit", ["results/dsv32/drills.py"], None),
-    "vllm": ("training against a real vLLM server: 8 runs", ["results/async/vllm_runs.py"], ["--quick"]),
+    "vllm": ("training against a real vLLM server: 7 runs", ["results/async/vllm_runs.py"], ["--quick"]),
     "faults": ("a real vLLM server that lies, halts and dies: 12 drills", ["results/async/faults.py"], ["--quick"]),
 }
 SERVED = ("vllm", "faults")  # need SERVER_PYTHON, the python of an environment of requirements-vllm.txt
