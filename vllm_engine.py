@@ -287,6 +287,7 @@ class VLLMEngine:
         self.seed, self.on_push, self.pushes = seed, on_push, pushes
         self.restart_s, self.attempts = restart_s, attempts
         self.tolerance, self.share = tolerance, 0.0
+        self._gap = 0.0  # of the newest push, as proved
         plain = unwrap(model)
         self.vocabulary = plain.config.get_text_config().vocab_size
         self.needs_routes, self.needs_support = needs_routes, needs_support
@@ -320,7 +321,7 @@ class VLLMEngine:
             self._probe_before = canary.probe
         self.push_weights(first, 0)
         if pushes and tolerance is None:
-            self.tolerance = max(self.tolerance, FLOOR * _distance(self.score_probe(), first.probe))
+            self.tolerance = max(self.tolerance, FLOOR * self._gap)
 
     # ---- what the server can do
 
@@ -465,6 +466,7 @@ class VLLMEngine:
             allowed = max(allowed, self.share * moved)
             beside = f", from the old ones by {_distance(served, old):.3g} (old and new differ by {moved:.3g})"
         if gap <= allowed:
+            self._gap = gap
             return
         raise RuntimeError(
             f"weights {label} were pushed to {self.server.url}, it reports success, but its log-probs of the probe differ from the new "
