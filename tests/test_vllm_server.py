@@ -1,4 +1,4 @@
-"""The vLLM engine against a real server on the CPU: `pytest -m vllm`, with SERVER_PYTHON naming the environment's python
+"""The vLLM engine against a real server on the CPU: `pytest -m vllm -n 0`, with SERVER_PYTHON naming the environment's python
 (made from requirements-vllm.txt)."""
 
 import os
