@@ -6,9 +6,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # two processes of two threads on two cores wait for each other: 507 s, not 191
+# two processes of two threads on two cores wait for each other: 507 s, not 191
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
