@@ -105,7 +105,7 @@ def gradloc(seeds, steps, out, jobs):
                     certificates.append(spike["certificate"])
         train = [[r for r in records if "grad_norm" in r] for records, _ in by_seed.values()]
         last = [statistics.mean([r["reward"] for r in t if "reward" in r][-2:]) for t in train]
-        corr = [statistics.mean(r["layer_clip/corr_min"] for r in t if "layer_clip/corr_min" in r) for t in train]
+        corr = [[r["layer_clip/corr_min"] for r in t if "layer_clip/corr_min" in r] for t in train]  # none before 8 updates
         evals = [[r["eval/accuracy"] for r in records if "eval/accuracy" in r] for records, _ in by_seed.values()]
         steps_of = sorted(c for c in collapsed if c is not None)
         rows.append([
@@ -113,7 +113,8 @@ def gradloc(seeds, steps, out, jobs):
             spread([s[0] for s in spikes]), f"{sum(s[0] > 10 for s in spikes)}", spread(last),
             spread([100 * e[0] for e in evals]), spread([100 * e[-1] for e in evals]),
             ", ".join(f"{n} {cause}" for cause, n in sorted(causes.items())) or "-",
-            f"{max(certificates):.2g}" if certificates else "-", spread(corr),
+            f"{max(certificates):.2g}" if certificates else "-",
+            spread([statistics.mean(c) for c in corr]) if all(corr) else "-",
         ])  # fmt: skip
     head = ["arm", "collapsed seeds", "collapse step", "largest spike (x median)", "seeds with a spike above 10x",
             "reward at the end", "held-out before %", "after %", "causes named by GradLoc", "largest certificate",
