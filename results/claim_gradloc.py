@@ -105,9 +105,8 @@ def gradloc(seeds, steps, out, jobs):
                     certificates.append(spike["certificate"])
         train = [[r for r in records if "grad_norm" in r] for records, _ in by_seed.values()]
         last = [statistics.mean([r["reward"] for r in t if "reward" in r][-2:]) for t in train]
-        corr = [
-            [r["layer_clip/corr_min"] for r in t if "layer_clip/corr_min" in r] for t in train
-        ]  # none before 8 updates
+        # a correlation needs 8 updates: none in the short form
+        corr = [[r["layer_clip/corr_min"] for r in t if "layer_clip/corr_min" in r] for t in train]
         evals = [[r["eval/accuracy"] for r in records if "eval/accuracy" in r] for records, _ in by_seed.values()]
         steps_of = sorted(c for c in collapsed if c is not None)
         rows.append([
