@@ -92,6 +92,7 @@ def healthy_alarms(folder, steps=300, seeds=3):
             stability.train(trainer)
         events = [json.loads(line) for line in (folder / str(seed) / "events.jsonl").read_text().splitlines()]
         alarms += sum(event.get("kind") == "alarm" for event in events)
+        print(f"seed {seed}: {alarms} alarms in {(seed + 1) * steps} healthy steps", flush=True)
     return alarms
 
 
