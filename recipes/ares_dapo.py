@@ -177,16 +177,17 @@ class AccuracyReward:
 
 
 class OverlongReward:
-    """TRL reward function over `overlong_penalty`."""
+    """TRL reward function over `overlong_penalty`. `limit()` is the length in force; the buffer keeps its share of it."""
 
     __name__ = "overlong"
 
     def __init__(self, max_length, buffer):
         self.max_length, self.buffer = max_length, buffer
+        self.limit = lambda: max_length
 
     def __call__(self, completion_ids, **kwargs):
-        lengths = torch.tensor([float(len(ids)) for ids in completion_ids])
-        return overlong_penalty(lengths, self.max_length, self.buffer).tolist()
+        lengths, limit = torch.tensor([float(len(ids)) for ids in completion_ids]), self.limit()
+        return overlong_penalty(lengths, limit, self.buffer * limit / self.max_length).tolist()
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -198,6 +199,8 @@ class AresDAPOTrainer(RLVRTrainer):
         if args.overlong_buffer:
             rewards.append(OverlongReward(args.max_completion_length, args.overlong_buffer))
         super().__init__(model, args, rewards, train_dataset, **kwargs)
+        if args.overlong_buffer:
+            rewards[1].limit = self._completion_limit  # shorter while a stage of the guard is narrow
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         rewards[0].place = lambda: self._sequences_sampled * world + rank
         self._prepared = None

@@ -50,6 +50,7 @@ from rlvr_launch import (  # noqa: E402
     refuse_unknown,
     say,
 )
+from rlvr_resume import hold, let_go  # noqa: E402
 from rollout import ROLLOUT_DTYPES, TransformersEngine  # noqa: E402
 from verifier import MathVerifier, extract_answer  # noqa: E402
 
@@ -370,6 +371,15 @@ def settle_folder(config, settings):
     return folder
 
 
+def take_folder(folder, settings):
+    """Be the one evaluation that writes into `folder`. Raises ValueError where another one is, or was since it was chosen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hold(folder)
+    if held := changed_setting(folder, settings):
+        raise ValueError(f"{folder} has just been taken by an evaluation with {held}; start this one again")
+    write_atomically(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
+
+
 def write_atomically(path, text):
     """A kill at any moment leaves the old file or the new one."""
     part = path.with_name(path.name + ".part")
@@ -448,15 +458,16 @@ def prepare(config):
     settings = settings_of(config, engine, prompts, [row["solution"] for row in rows])
     at_once = max(1, config.batch_size // config.samples)
     groups = [range(i, min(i + at_once, len(rows))) for i in range(0, len(rows), at_once)]
-    return Job(config, state, engine, tokenizer, rows, prompts, groups, settle_folder(config, settings), settings)
+    folder = settle_folder(config, settings)
+    if state.is_main_process:
+        take_folder(folder, settings)
+    return Job(config, state, engine, tokenizer, rows, prompts, groups, folder, settings)
 
 
 def evaluate(job):
     """Sample, verify, write, summarise. All processes call it; returns the summary on the first, None elsewhere."""
     state, folder = job.state, job.folder
     if state.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "settings.json", json.dumps(job.settings, indent=2) + "\n")
         collect(folder, job.groups)
     state.wait_for_everyone()
     done = read_results(folder)
@@ -467,6 +478,7 @@ def evaluate(job):
         return None
     summary = summarise(list(collect(folder, job.groups).values()), job.config)
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    let_go(folder, remove=True)
     say(f"\n{report(summary)}\n\n  written to {folder.resolve()}: summary.json, problems.jsonl, settings.json")
     return summary
 

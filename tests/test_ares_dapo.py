@@ -90,6 +90,16 @@ def test_overlong_penalty():
     torch.testing.assert_close(overlong_penalty(lengths, 48, 12), torch.tensor([0.0, 0, 0, -0.5, -1]))
 
 
+def test_the_overlong_reward_follows_the_length_in_force(tmp_path):
+    trainer = make(tmp_path, max_completion_length=48, overlong_buffer=12, guard="warn", guard_stages="medium:50,full")
+    reward, lengths = trainer.reward_funcs[1], (18, 21, 24, 36, 42, 48)
+    completions = [[0] * n for n in lengths]
+    assert trainer.guard.share == 0.5 and reward(completions) == [0.0, -0.5, -1.0, -1.0, -1.0, -1.0]
+    trainer.guard.stages.index = 1
+    assert trainer.guard.share == 1.0
+    assert reward(completions) == [0.0, 0.0, 0.0, 0.0, -0.5, -1.0]
+
+
 def test_random_reward_keeps_the_rate_and_forgets_the_answer():
     right = [1.0] * 300 + [0.0] * 700 + [None]
 

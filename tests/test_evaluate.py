@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 import torch
 from peft import LoraConfig, get_peft_model
 
@@ -474,8 +475,6 @@ def test_a_file_of_ones_own_needs_no_max_new_tokens(two_problems, tmp_path, caps
     room = 4096 - max(map(len, job.prompts))
     assert 3900 < room < 4096 and job.config.max_new_tokens == job.settings["max_new_tokens"] == room
     assert f"tokens a sample: at most {room} " in capsys.readouterr().out
-    job.folder.mkdir()
-    (job.folder / "settings.json").write_text(json.dumps(job.settings))
     ev.prepare(config(tmp_path / "run", **options))
     ev.prepare(config(tmp_path / "run", **options | {"max_new_tokens": room}))
     with pytest.raises(ValueError, match=f"max_new_tokens {room}, not {room - 1}; name another"):
@@ -557,3 +556,19 @@ def test_two_processes_write_the_same_bytes(whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "problems.jsonl").read_bytes() == (whole[0] / "problems.jsonl").read_bytes()
     assert done.stdout.count("10 problems x 3 samples") == 1
+
+
+def test_two_evaluations_of_one_folder(whole, tmp_path, monkeypatch):
+    """Both chose the folder when it was free: the second is refused before it writes, whichever comes to its end first."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with FileLock(folder / "run.lock", thread_local=False):
+        with pytest.raises(ValueError, match="is being written by a run that goes on"):
+            ev.prepare(config(folder, samples=2))
+    run(folder, limit=2)
+    held = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(ev, "settle_folder", lambda *_: folder)
+    with pytest.raises(ValueError, match="has just been taken by an evaluation with .*, not"):
+        ev.prepare(config(folder, samples=2))
+    ev.let_go(folder, remove=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == held
