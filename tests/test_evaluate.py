@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filelock import FileLock
 import torch
+from filelock import FileLock
 from peft import LoraConfig, get_peft_model
 
 from recipes import evaluate as ev
