@@ -1669,7 +1669,8 @@ def _stopped(trainer, report):
 def _run(trainer, held_out, report):
     args = trainer.args
     if args.resume_from_checkpoint is not None:
-        with one_sentence():
+        with one_sentence():  # not after an evaluation of minutes
+            stability.refuse_damaged(args.resume_from_checkpoint)
             trainer.check_checkpoint(args.resume_from_checkpoint)
     say(batch_line(args))
     if trainer._attachment is not None and trainer._attachment.gradloc is not None:

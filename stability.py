@@ -970,12 +970,16 @@ def save_failed(guard, error):
     )
 
 
+def refuse_damaged(checkpoint):
+    """Raises ValueError naming the first file that is not as it was written; without a manifest nothing is known."""
+    if (Path(checkpoint) / MANIFEST).exists() and (wrong := faults(checkpoint)):
+        raise ValueError(f"{checkpoint} is damaged: {wrong[0]}; resume from an older one")
+
+
 def train(trainer, checkpoint=None):
     """`trainer.train`, through rollbacks. A damaged checkpoint is refused by name before anything is loaded."""
-    if checkpoint is not None and (Path(checkpoint) / MANIFEST).exists():
-        wrong = faults(checkpoint)
-        if wrong:
-            raise ValueError(f"{checkpoint} is damaged: {wrong[0]}; resume from an older one")
+    if checkpoint is not None:
+        refuse_damaged(checkpoint)
     if trainer.guard is None:
         return trainer.train(resume_from_checkpoint=checkpoint)
     try:

@@ -35,6 +35,7 @@ from rlvr_resume import (
     stoppable,
     write_settings,
 )
+from stability import write_manifest
 from training import REPO, make_ours, options
 
 
@@ -338,6 +339,15 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_evaluation(tmp_path, 
     with pytest.raises(SystemExit, match="^error: .* made with other training rows"):
         run(other, other.train_dataset)
     assert "held-out" not in capsys.readouterr().out
+    write_manifest(checkpoint)
+    weights = tmp_path / "a/checkpoint-1/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    damaged = make_ours(tmp_path / "a", rows=8, max_completion_length=4, resume_from_checkpoint=checkpoint)
+    with pytest.raises(SystemExit, match="^error: .*checkpoint-1 is damaged: .*model.safetensors holds other bytes"):
+        run(damaged, damaged.train_dataset)
+    assert "held-out" not in capsys.readouterr().out
+    weights.write_bytes(whole)
     same = make_ours(
         tmp_path / "a", rows=8, max_completion_length=4, max_steps=2, eval_samples=1, resume_from_checkpoint=checkpoint
     )
