@@ -489,7 +489,7 @@ class Ahead:
         self.rank, self.world = rank, world
         self.cursor = self.recycled = self.stale = 0
         self.again: deque[Group] = deque()
-        self.missing: list[Group] = []  # of a checkpoint that was written when the engine had failed: sampled at the next `ask`
+        self.missing: list[Group] = []  # a failed engine owed them to a checkpoint: sampled at the next `ask`
 
     def ask(self, taken: int = 0) -> None:
         """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""

@@ -30,6 +30,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.import_utils import is_vllm_available
 
 from rlvr_resume import Stopped, check_resumed, end_with_parent, hold, let_go, stoppable
+from stability_control import read_yaml
 
 REPO = Path(__file__).resolve().parent
 # Models that ship with the project, under tiny/: --model_name_or_path takes the short name.
@@ -317,13 +318,13 @@ def check_config_file(paths, config_class):
         known = ", ".join(sorted(p.name for p in TINY_CONFIG.parent.glob("*.yaml")))
         raise FileNotFoundError(f"--config {path} is no file; recipes/configs has {known}")
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, found {type(content).__name__}")
     known = set(config_class.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__) | {"env"}
-    unknown = sorted(set(content) - known)
+    unknown = sorted(map(str, set(content) - known))
     if unknown:
         raise ValueError(f"--config {path}: nobody reads {', '.join(unknown)}; --help_all lists the options")
 

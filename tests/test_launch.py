@@ -241,7 +241,9 @@ def test_broken_config_files(tmp_path):
     assert refusal("--config", file) == "error: no model: give --model_name_or_path, or a --config that names one"
 
 
-@pytest.mark.parametrize("text", ["a: [1\nb: 2\n", None], ids=["malformed", "folder"])
+@pytest.mark.parametrize(
+    "text", ["a: [1\nb: 2\n", None, "a: 2026-13-45\n", "1: 2\nb: 3\n"], ids=["malformed", "folder", "date", "number"]
+)
 def test_unreadable_config_files_end_with_one_sentence(text, tmp_path):
     file = str(tmp_path) if text is None else write(tmp_path / "run.yaml", text)
     assert file in refusal("--config", file)

@@ -730,10 +730,25 @@ def test_bad_input_keeps_the_old_value_and_says_so(tmp_path):
         "- 1",
         "beta: : 1",
         "a\tb: {",
+        "beta: {}",
+        "beta: []",
+        "beta: .inf",
+        "beta: 1e999",
+        "beta: " + "9" * 400,
+        "beta: 2026-13-45",
+        "beta: !!int x",
+        "beta: !!float x",
+        "beta: !!timestamp x",
+        "beta: &x {y: *x}",
+        "beta: &x [*x]",
+        "beta: " + "[" * 5000,
+        "{" * 5000,
     ):
         assert write(bad) == ["warn"], bad
         assert held == {"beta": 0.2, "on": True}
     assert "it stays 0.2" in (write("beta: 7"), told[0][1])[1]
+    assert write("beta: 1e-2") == ["info"] and held["beta"] == 0.01  # text to YAML 1.1, which wants a point and a sign
+    assert write('beta: "0.2"') == ["info"] and held["beta"] == 0.2
     assert write("part: {enabled: false}\nbeta: 0") == ["info", "info"] and held == {"beta": 0.0, "on": False}
     assert write("part.enabled: 1") == ["warn"] and held["on"] is False
     assert write("") == [] and write("beta: 0.3") == ["info"]
