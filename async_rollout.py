@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from engine_process import ON_PUSH, EngineProcess
 from rlvr_common import RLVRConfig, RLVRTrainer, truncates
+from rlvr_report import unless_full
 from rollout import Rollout, Weights
 
 TAKE = ("in_order", "as_finished")
@@ -794,7 +795,8 @@ class AsyncTrainer(RLVRTrainer):
 
     def closing_rows(self):
         path = Path(self.args.output_dir) / "timeline.png"
-        self.timeline.draw(path)
+        with unless_full(path):
+            self.timeline.draw(path)
         return [("timeline", str(path)), ("", self.timeline.advice(self.args))]
 
 

@@ -24,6 +24,7 @@ import rlvr_report
 from ares_dapo import AresDAPOConfig
 from dsv32_stable import DSV32Config
 from grpo_tokenclip import GRPOTokenClipConfig
+from guard_drills import largest_file
 from minirl_async_r3 import MiniRLAsyncConfig
 from minirl_sync import MiniRLConfig
 from rlvr_common import RLVRConfig
@@ -874,6 +875,33 @@ def test_a_resumed_run_does_its_last_steps_again(tmp_path):
     log(again, 6, reward=1.0)
     again.on_train_end(None, state(6), None)
     assert [(r["step"], r["reward"]) for r in read_metrics(again.metrics_path)][-2:] == [(5, 0.0), (6, 1.0)]
+
+
+def test_lines_wait_for_space_on_a_full_disk(tmp_path, capsys):
+    report = RunReport(tmp_path / "run")
+    report.on_train_begin(None, state(0), None)
+    log(report, 1, reward=0.1)
+    whole = report.metrics_path.read_bytes()
+    with largest_file(len(whole) + 9):  # room for a part of a line
+        log(report, 2, reward=0.2)
+        log(report, 3, reward=0.3)
+        report.draw()
+        assert report.metrics_path.read_bytes() == whole
+    assert report.curve_path.stat().st_size < 100  # torn, and drawn again below
+    report.on_train_begin(None, state(2), None)  # a rollback: step 3 is done again
+    log(report, 3, reward=0.4)
+    report.on_train_end(None, state(3), None)
+    assert [(r["step"], r["reward"]) for r in read_metrics(report.metrics_path)] == [(1, 0.1), (2, 0.2), (3, 0.4)]
+    assert report.curve_path.stat().st_size > 10_000
+    assert capsys.readouterr().out.count("cannot be written") == 2  # the first line, and the curve
+
+
+def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path):
+    report = RunReport(tmp_path)
+    report.metrics_path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    report.on_train_begin(None, state(1), None)
+    log(report, 2, reward=1.0)
+    assert [(r["step"], r["reward"]) for r in read_metrics(report.metrics_path)] == [(1, 0.5), (2, 1.0)]
 
 
 def test_only_the_main_process_writes(tmp_path):
