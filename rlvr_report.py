@@ -24,6 +24,8 @@ from tqdm.auto import tqdm  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
 
+from rlvr_resume import set_aside  # noqa: E402
+
 # panel title -> metrics drawn in it, names or patterns; a metric that a run does not write is left out
 PANELS = {
     "reward and held-out accuracy": ("reward", "eval/accuracy"),
@@ -370,6 +372,8 @@ class RunReport(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.records.cut(state.global_step)
+        if said := set_aside(self.folder, state.global_step):
+            tqdm.write(said)
         if state.global_step:
             self.rewards = None
         if self.bar is not None:  # training was left and begins again from a checkpoint

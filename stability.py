@@ -330,6 +330,18 @@ def write_manifest(checkpoint):
     write_atomically(Path(checkpoint) / MANIFEST, json.dumps(entries))
 
 
+def read_ledger(path):
+    """What a run wrote down about its checkpoints and rollbacks. Raises ValueError, one sentence, where it cannot be read."""
+    try:
+        ledger = json.loads(path.read_text())
+        return {name: ledger[name] for name in ("good", "waiting", "skip", "rollbacks", "changes")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error!r}): without it the run no longer knows which steps it leaves out and which checkpoints "
+            "are good; delete it to go on all the same"
+        ) from error
+
+
 def faults(checkpoint):
     """What is wrong with a checkpoint, one sentence a file; [] for a whole one. Without a manifest only its absence is known."""
     checkpoint = Path(checkpoint)
@@ -588,7 +600,9 @@ class StabilityGuard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
-            self.ledger = json.loads((self.folder / LEDGER).read_text())
+            self.ledger = read_ledger(self.folder / LEDGER)
+            for steps in (self.ledger["good"], self.ledger["waiting"]):  # later ones are of the course that was left
+                steps[:] = [step for step in steps if step <= state.global_step]
         self.first_bad = self.grad_norm = None
         # a checkpoint brings metrics along that were judged before it
         self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
