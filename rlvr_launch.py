@@ -443,7 +443,17 @@ def settle_output_dir(args, explicit):
     and a folder that a living run writes to is refused whatever is asked (rlvr_resume.hold).
     `--resume_from_checkpoint last` finds the newest complete checkpoint. Rank 0 decides: another looks a moment later.
     """
-    folder, checkpoint = decided_by_main(lambda: _settled(Path(args.output_dir).absolute(), args, explicit))
+    folder = Path(args.output_dir).absolute()
+
+    def decide():
+        try:
+            return _settled(folder, args, explicit)
+        except FileNotFoundError:  # which names what is not there
+            raise
+        except OSError as error:  # a link to nowhere, a name too long
+            raise ValueError(f"--output_dir {folder} cannot be used ({error.strerror}): name another") from error
+
+    folder, checkpoint = decided_by_main(decide)
     args.output_dir, args.resume_from_checkpoint = str(folder), checkpoint and str(checkpoint)
     if checkpoint is not None:
         say(f"resuming from {checkpoint}, writing to {folder}")
@@ -454,11 +464,10 @@ def _settled(folder, args, explicit):
     newest = 0 if explicit else _newest(folder)
     if args.resume_from_checkpoint is not None:
         folder, checkpoint = _resumed(_numbered(folder, max(newest, 1)), args, explicit)
+        _check_writable(folder)
         take(folder)
         return folder, checkpoint
-    parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
+    _check_writable(folder)
     while holds_a_run(_numbered(folder, newest + 1)) or not take(_numbered(folder, newest + 1), new=True):
         if explicit:
             hold(folder)  # by a living run: another sentence than by one that has ended
@@ -474,6 +483,12 @@ def _settled(folder, args, explicit):
             )
         newest += 1
     return _numbered(folder, newest + 1), None
+
+
+def _check_writable(folder):
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
 
 
 def _numbered(folder, number):

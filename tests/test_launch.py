@@ -1205,6 +1205,29 @@ def test_the_recipe_prints_help_from_any_folder(tmp_path):
     assert done.stdout.startswith("usage: accelerate launch grpo_tokenclip.py")
 
 
+@pytest.mark.parametrize("name", ["nowhere", "nowhere/run", "itself", "itself/run", "n" * 300])
+@pytest.mark.parametrize("resumed", [None, "last"])
+def test_an_output_dir_that_is_no_place_is_named(tmp_path, name, resumed):
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    args = SimpleNamespace(output_dir=str(tmp_path / name), resume_from_checkpoint=resumed, save_steps=1)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"--output_dir {tmp_path / name} ")):
+        settle_output_dir(args, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["itself", "nowhere"]
+
+
+def test_a_run_whose_folder_became_read_only_is_not_resumed(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    for name in ("rollout_state_0.pt", "trainer_state.json"):
+        (folder / "checkpoint-3").mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoint-3" / name).write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    for checkpoint in ("last", str(folder / "checkpoint-3")):
+        args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=checkpoint, save_steps=1)
+        with pytest.raises(ValueError, match=re.escape(f"--output_dir {folder} cannot be written")):
+            settle_output_dir(args, True)
+
+
 def test_an_output_dir_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
