@@ -632,6 +632,10 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 f"--guard_on_rollback {self.guard_on_rollback}: --guard is {self.guard}, add --guard rollback"
             )
+        if self.guard == "rollback" and self.save_only_model:
+            raise ValueError(
+                "--save_only_model leaves nothing to roll back to: remove it, or use --guard halt or --guard warn"
+            )
         self._refuse_without("guard", self.guard == "off", "--guard warn")
         self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
         self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
@@ -879,6 +883,11 @@ class RLVRTrainer(GRPOTrainer):
         unknown = {name for name, _, _ in self.guard.changes} - set(self.controls())
         if unknown:
             raise ValueError(f"--guard_on_rollback: {sorted(unknown)} is none of {', '.join(sorted(self.controls()))}")
+        for name, kind, value in self.guard.changes:
+            try:
+                self.controls()[name].check(value)
+            except ValueError as error:
+                raise ValueError(f"--guard_on_rollback {name}{kind}{value} {error}") from error
 
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""

@@ -949,12 +949,14 @@ class StabilityGuard(TrainerCallback):
         return str(self.folder / f"checkpoint-{chosen}")
 
     def _halt_text(self, reason, before_update):
-        good = [s for s in self.ledger["good"] if (self.folder / f"checkpoint-{s}").exists()]
-        whole = f"checkpoint-{max(good)}" if good else next((p.name for p in reversed(on_disk(self.folder))), None)
+        complete = [step_of(p) for p in on_disk(self.folder) if (p / "rollout_state_0.pt").exists()]
+        best = max([s for s in complete if s in self.ledger["good"]] or complete, default=None)
         text = f"the guard stopped the run: {reason}"
         text += "; the weights are those before the step" if before_update else ""
         text += (
-            f"; go on with --resume_from_checkpoint {self.folder / whole}" if whole else "; no checkpoint was saved"
+            "; no checkpoint to go on from was saved"
+            if best is None
+            else f"; go on with --resume_from_checkpoint {self.folder / f'checkpoint-{best}'}"
         )
         spikes = sorted((self.folder / "gradloc").glob("*.html"), key=lambda p: p.stat().st_mtime)
         if spikes:

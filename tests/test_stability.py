@@ -885,6 +885,7 @@ def test_staged_runs_use_part_of_the_batch_and_of_the_length(tmp_path):
         ({"guard": "rollback", "guard_on_rollback": ["beta*2"]}, "is not name=value of a control"),
         ({"guard": "warn", "guard_stages": "tiny:3"}, "--guard_stages tiny:3"),
         ({"guard": "warn", "guard_retries": -1}, "--guard_retries -1 must be"),
+        ({"guard": "rollback", "save_only_model": True}, "--save_only_model leaves nothing to roll back to"),
     ],
 )
 def test_guard_options_are_checked(options, message, tmp_path):
@@ -892,6 +893,20 @@ def test_guard_options_are_checked(options, message, tmp_path):
         RLVRConfig(str(tmp_path), **options)
     with pytest.raises(ValueError, match="beta"):
         make_ours(tmp_path, guard="rollback", guard_on_rollback=["beta=0.1"])  # no reference model is loaded
+
+
+@pytest.mark.parametrize(
+    "change", ["learning_rate_scale*0", "learning_rate_scale=-1", "max_grad_norm=nan", "max_grad_norm=true"]
+)
+def test_a_change_that_a_rollback_could_not_make_is_refused_before_the_run(tmp_path, change):
+    with pytest.raises(ValueError, match=f"--guard_on_rollback {re.split('[=*]', change)[0]}.* must be a number in"):
+        make_ours(tmp_path, guard="rollback", guard_on_rollback=[change])
+
+
+def test_a_halt_names_no_checkpoint_that_no_run_can_go_on_from(tmp_path):
+    trainer = faulty(tmp_path, "nan", 5, **DRILL | {"guard": "halt", "save_only_model": True})
+    with pytest.raises(GuardHalt, match="no checkpoint to go on from was saved"):
+        stability.train(trainer)
 
 
 def test_stages_is_short_for_guard_stages(tmp_path):
