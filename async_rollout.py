@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from engine_process import ON_PUSH, EngineProcess
 from rlvr_common import RLVRConfig, RLVRTrainer, truncates
+from rlvr_report import unless_full
 from rollout import Rollout, Weights
 
 TAKE = ("in_order", "as_finished")
@@ -162,11 +163,11 @@ class Buffer:
         with self._changed:
             self._asked, self._finished = [], []
 
-    def settled(self) -> list[Group]:
+    def settled(self, owed: int = 0) -> list[Group]:
         """Waits until everything that was asked for has finished, or no more will -> all groups, in the order in which they
-        leave. After a failure some have no rollout."""
+        leave. After a failure some have no rollout, and so have the `owed` ones that nobody samples yet."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._finished) == len(self._asked) or self._error is not None)
+            self._changed.wait_for(lambda: len(self._finished) + owed == len(self._asked) or self._error is not None)
             if self.take_as == "in_order":
                 return list(self._asked)
             finished = {id(group) for group in self._finished}
@@ -489,7 +490,7 @@ class Ahead:
         self.rank, self.world = rank, world
         self.cursor = self.recycled = self.stale = 0
         self.again: deque[Group] = deque()
-        self.missing: list[Group] = []  # of a checkpoint that was written when the engine had failed
+        self.missing: list[Group] = []  # a failed engine owed them to a checkpoint: sampled at the next `ask`
 
     def ask(self, taken: int = 0) -> None:
         """Fill the buffer up to this sampling, less the groups of it that were taken, and the ones ahead of it."""
@@ -536,11 +537,15 @@ class Ahead:
         self.engine.forget(before=now - self.max_staleness - 1)
         return taken
 
+    def settled(self) -> list[Group]:
+        """Waits for what is under way. -> all groups that were asked for, in the order in which they leave."""
+        return self.engine.buffer.settled(len(self.missing))
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that was asked for, finished: what is under way would be sampled by weights that are gone. Where the engine
         has failed, what it owes is asked for again after the resumption, of the weights of then."""
         return {
-            "groups": [group.state_dict() for group in self.engine.buffer.settled()],
+            "groups": [group.state_dict() for group in self.settled()],
             "again": [group.state_dict() for group in self.again],
             "due": list(self.due),
             "cursor": self.cursor,
@@ -775,7 +780,7 @@ class AsyncTrainer(RLVRTrainer):
     # resume -----------------------------------------------------------------------------------------------------------
 
     def settle(self):
-        self.engine.buffer.settled()  # a failure of the engine ends the run at its next sampling, with this checkpoint behind it
+        self.ahead.settled()  # a failure of the engine ends the run at its next sampling, with this checkpoint behind it
 
     def recipe_state(self):
         return self.ahead.state_dict()
@@ -790,7 +795,8 @@ class AsyncTrainer(RLVRTrainer):
 
     def closing_rows(self):
         path = Path(self.args.output_dir) / "timeline.png"
-        self.timeline.draw(path)
+        with unless_full(path):
+            self.timeline.draw(path)
         return [("timeline", str(path)), ("", self.timeline.advice(self.args))]
 
 

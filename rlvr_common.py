@@ -632,6 +632,10 @@ class RLVRConfig(GRPOConfig):
             raise ValueError(
                 f"--guard_on_rollback {self.guard_on_rollback}: --guard is {self.guard}, add --guard rollback"
             )
+        if self.guard == "rollback" and self.save_only_model:
+            raise ValueError(
+                "--save_only_model leaves nothing to roll back to: remove it, or use --guard halt or --guard warn"
+            )
         self._refuse_without("guard", self.guard == "off", "--guard warn")
         self._refuse_without("gradloc", self.gradloc == "off", "--gradloc directional")
         self._refuse_without("layer_clip", not self.layer_clip, "--layer_clip")
@@ -879,6 +883,11 @@ class RLVRTrainer(GRPOTrainer):
         unknown = {name for name, _, _ in self.guard.changes} - set(self.controls())
         if unknown:
             raise ValueError(f"--guard_on_rollback: {sorted(unknown)} is none of {', '.join(sorted(self.controls()))}")
+        for name, kind, value in self.guard.changes:
+            try:
+                self.controls()[name].check(value)
+            except ValueError as error:
+                raise ValueError(f"--guard_on_rollback {name}{kind}{value} {error}") from error
 
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
@@ -1386,6 +1395,7 @@ class RLVRTrainer(GRPOTrainer):
             if failed.any():  # also where it was another rank's disk
                 self.guard.could_not_save(failure or "on another process")
         self.accelerator.wait_for_everyone()  # every rank's part is written
+        self._complete(trial)
         if self.args.should_save:
             stability.rotate(self, self._get_output_dir(trial=trial), limit)
 
@@ -1412,7 +1422,15 @@ class RLVRTrainer(GRPOTrainer):
             write_settings(checkpoint, self._asked, state["controls"])
         path = self._rollout_state_path(checkpoint)
         torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)  # a file with this name is a complete one
+        if not self.accelerator.is_main_process:  # whose part makes the whole one complete
+            os.replace(path.with_suffix(".tmp"), path)
+
+    def _complete(self, trial):
+        """The main process's part gets its name last: a checkpoint that has it is one that `last` may take, killed whenever."""
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        path = self._rollout_state_path(checkpoint)
+        if self.accelerator.is_main_process and path.with_suffix(".tmp").exists():
+            os.replace(path.with_suffix(".tmp"), path)
 
     def _refuse_another_model(self, checkpoint):
         """Raise ValueError where the checkpoint's config describes a network of another shape: weights would load in part."""

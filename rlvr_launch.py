@@ -30,6 +30,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.import_utils import is_vllm_available
 
 from rlvr_resume import Stopped, check_resumed, end_with_parent, hold, let_go, stoppable
+from stability_control import read_yaml
 
 REPO = Path(__file__).resolve().parent
 # Models that ship with the project, under tiny/: --model_name_or_path takes the short name.
@@ -317,13 +318,13 @@ def check_config_file(paths, config_class):
         known = ", ".join(sorted(p.name for p in TINY_CONFIG.parent.glob("*.yaml")))
         raise FileNotFoundError(f"--config {path} is no file; recipes/configs has {known}")
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, found {type(content).__name__}")
     known = set(config_class.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__) | {"env"}
-    unknown = sorted(set(content) - known)
+    unknown = sorted(map(str, set(content) - known))
     if unknown:
         raise ValueError(f"--config {path}: nobody reads {', '.join(unknown)}; --help_all lists the options")
 
@@ -442,7 +443,17 @@ def settle_output_dir(args, explicit):
     and a folder that a living run writes to is refused whatever is asked (rlvr_resume.hold).
     `--resume_from_checkpoint last` finds the newest complete checkpoint. Rank 0 decides: another looks a moment later.
     """
-    folder, checkpoint = decided_by_main(lambda: _settled(Path(args.output_dir).absolute(), args, explicit))
+    folder = Path(args.output_dir).absolute()
+
+    def decide():
+        try:
+            return _settled(folder, args, explicit)
+        except FileNotFoundError:  # which names what is not there
+            raise
+        except OSError as error:  # a link to nowhere, a name too long
+            raise ValueError(f"--output_dir {folder} cannot be used ({error.strerror}): name another") from error
+
+    folder, checkpoint = decided_by_main(decide)
     args.output_dir, args.resume_from_checkpoint = str(folder), checkpoint and str(checkpoint)
     if checkpoint is not None:
         say(f"resuming from {checkpoint}, writing to {folder}")
@@ -453,11 +464,10 @@ def _settled(folder, args, explicit):
     newest = 0 if explicit else _newest(folder)
     if args.resume_from_checkpoint is not None:
         folder, checkpoint = _resumed(_numbered(folder, max(newest, 1)), args, explicit)
+        _check_writable(folder)
         take(folder)
         return folder, checkpoint
-    parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
+    _check_writable(folder)
     while holds_a_run(_numbered(folder, newest + 1)) or not take(_numbered(folder, newest + 1), new=True):
         if explicit:
             hold(folder)  # by a living run: another sentence than by one that has ended
@@ -473,6 +483,12 @@ def _settled(folder, args, explicit):
             )
         newest += 1
     return _numbered(folder, newest + 1), None
+
+
+def _check_writable(folder):
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written (see {parent}): name another")
 
 
 def _numbered(folder, number):

@@ -3,8 +3,11 @@
 python rlvr_report.py compare RUN_DIR RUN_DIR [...] [--output compare.png]
 """
 
+import contextlib
+import errno
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -20,6 +23,8 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 from tqdm.auto import tqdm  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
+
+from rlvr_resume import set_aside  # noqa: E402
 
 # panel title -> metrics drawn in it, names or patterns; a metric that a run does not write is left out
 PANELS = {
@@ -93,6 +98,60 @@ def read_metrics(path):
         record = json.loads(line)
         records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
     return records
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class JsonLines:
+    """A file of one JSON record a line, which a training run appends to. While the disk is full the lines wait in memory."""
+
+    def __init__(self, path):
+        self.path, self.waiting = Path(path), []
+
+    def write(self, record):
+        first = not self.waiting
+        self.waiting.append(record)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("a") as file:
+                    file.write("".join(to_json(line) + "\n" for line in self.waiting))
+            except OSError:
+                if self.path.exists():  # half a line would end up in the middle of the file
+                    os.truncate(self.path, size)
+                raise
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                self.waiting.clear()
+                raise
+            if first:
+                tqdm.write(f"{self.path} cannot be written ({error}): its lines wait in memory; free disk space")
+            return
+        self.waiting.clear()
+
+    def cut(self, step):
+        """Drop what was written after `step`, and half a line at the end: those steps are about to be done again. Needs no space."""
+        self.waiting = [record for record in self.waiting if record["step"] <= step]
+        if self.path.exists():
+            size = 0
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+                size += len(line)
+            os.truncate(self.path, size)
+
+
+@contextlib.contextmanager
+def unless_full(path):
+    """A picture is not worth a run: where the disk is full it is left out, with a line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        tqdm.write(f"{path} cannot be written ({error}): free disk space")
 
 
 def series(records, name):
@@ -275,6 +334,7 @@ class RunReport(TrainerCallback):
     def __init__(self, folder, lines=12, redraw_every_s=60.0, bar=True):
         self.folder, self.lines, self.redraw_every_s = Path(folder), lines, redraw_every_s
         self.metrics_path, self.curve_path = self.folder / "metrics.jsonl", self.folder / "curve.png"
+        self.records = JsonLines(self.metrics_path)
         self.show_bar, self.bar, self.drawn_at = bar, None, time.monotonic()
         self.rewards = []  # of the first steps
         self.unprinted = []  # records since the last printed line, which shows their mean: one step is mostly noise
@@ -287,9 +347,7 @@ class RunReport(TrainerCallback):
         trainer.add_callback(self)
 
     def write(self, record):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.metrics_path.open("a") as file:
-            file.write(to_json(record) + "\n")
+        self.records.write(record)
 
     def means(self):
         """`reward 0.52`, ...: means over the steps since the last printed line; `reward -` where nothing was sampled since."""
@@ -306,15 +364,16 @@ class RunReport(TrainerCallback):
     def draw(self):
         if not self.metrics_path.exists():
             return  # fewer steps than --logging_steps
-        plot_curves(read_metrics(self.metrics_path), self.curve_path, title=self.folder.name)
+        with unless_full(self.curve_path):
+            plot_curves(read_metrics(self.metrics_path), self.curve_path, title=self.folder.name)
         self.drawn_at = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        if self.metrics_path.exists():  # resumed: steps after the checkpoint are about to be done again
-            kept = [r for r in read_metrics(self.metrics_path) if r["step"] <= state.global_step]
-            self.metrics_path.write_text("".join(to_json(r) + "\n" for r in kept))
+        self.records.cut(state.global_step)
+        if said := set_aside(self.folder, state.global_step):
+            tqdm.write(said)
         if state.global_step:
             self.rewards = None
         if self.bar is not None:  # training was left and begins again from a checkpoint

@@ -153,6 +153,25 @@ def check_resumed(args):
     )
 
 
+ASIDE = "set_aside"  # in a run folder: checkpoints of a course that was left
+
+
+def set_aside(folder, step):
+    """A run that goes on from `step` takes another course than the checkpoints after it: `last`, retention and a rollback would
+    mix the two. Moves them to set_aside/, set_aside-2/, ... -> the line that says so, or None."""
+    later = [p for p in Path(folder).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+    later = sorted((p for p in later if int(p.name.split("-")[1]) > step), key=lambda p: int(p.name.split("-")[1]))
+    if not later:
+        return None
+    number = 1
+    while (place := Path(folder) / (ASIDE if number == 1 else f"{ASIDE}-{number}")).exists():
+        number += 1
+    place.mkdir()
+    for checkpoint in later:
+        checkpoint.rename(place / checkpoint.name)
+    return f"going on from step {step}: {', '.join(p.name for p in later)} of the course before moved to {place}"
+
+
 def shown(value):
     """As one would write it: unset for null, true and false in small letters."""
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -24,7 +24,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from ares import spectral_stats  # noqa: E402
 from layer_clip import layer_of  # noqa: E402
-from rlvr_report import to_json  # noqa: E402
+from rlvr_report import JsonLines, unless_full  # noqa: E402
 
 LEVELS = (0.5, 0.7, 0.9)
 
@@ -114,7 +114,7 @@ class SpectralMonitor(TrainerCallback):
         self.trainer, self.every = trainer, every
         self.top = directions(trainer.model) if top is None else top
         self.path = Path(trainer.args.output_dir) / "spectral.jsonl"
-        self.figure = self.path.with_suffix(".png")
+        self.lines, self.figure = JsonLines(self.path), self.path.with_suffix(".png")
         self.looked = False
         self._clip = trainer.accelerator.clip_grad_norm_
         trainer.accelerator.clip_grad_norm_ = self._look_and_clip
@@ -133,18 +133,12 @@ class SpectralMonitor(TrainerCallback):
         for name, value in summary(spectra).items():
             self.trainer._metrics["train"][name].append(value)
         if spectra and self.trainer.accelerator.is_main_process:  # a step without any advantage has no spectrum
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(
-                    json.dumps({"step": step, "top": self.top, "matrices": {k: _line(v) for k, v in spectra.items()}})
-                    + "\n"
-                )
+            self.lines.write({"step": step, "top": self.top, "matrices": {k: _line(v) for k, v in spectra.items()}})
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.looked = False  # a rollback leaves its step between the look and the update
-        if state.is_world_process_zero and self.path.exists():  # resumed: later steps are about to be done again
-            kept = [record for record in read_spectra(self.path) if record["step"] <= state.global_step]
-            self.path.write_text("".join(to_json(record) + "\n" for record in kept))
+        if state.is_world_process_zero:
+            self.lines.cut(state.global_step)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._look()  # a trainer that did not ask accelerate for the norm
@@ -152,7 +146,8 @@ class SpectralMonitor(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and self.path.exists():
-            plot_spectra({self.path.parent.name: [read_spectra(self.path)]}, self.figure)
+            with unless_full(self.figure):
+                plot_spectra({self.path.parent.name: [read_spectra(self.path)]}, self.figure)
 
 
 def _line(stats):

@@ -14,7 +14,6 @@ It names no threshold; ours were set on nine healthy runs of 150 steps (results/
 """
 
 import difflib
-import errno
 import json
 import math
 import os
@@ -30,6 +29,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from transformers import TrainerCallback
 from transformers.trainer import rotate_checkpoints
 
 from gradloc_methods import replayed_rng, rng_state
-from rlvr_report import to_json
+from rlvr_report import FULL_DISK, JsonLines, to_json
 from rollout import model_fingerprint
 from stability_control import ControlFile, Stages, change, parse_stages
 from stability_report import cause_of, glossary, write_acceptance
@@ -251,6 +251,7 @@ class Alerts:
 
     def __init__(self, folder, hook=None, main=True):
         self.path, self.hook, self.main = Path(folder) / "events.jsonl", hook, main
+        self.lines = JsonLines(self.path)
         self.failures, self._threads = 0, []
 
     def tell(self, level, text, **fields):
@@ -259,10 +260,8 @@ class Alerts:
         if not self.main:
             return event
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(to_json(event) + "\n")
-        except OSError as error:  # a full disk must not turn an alarm into a crash
+            self.lines.write(event)
+        except OSError as error:  # no file is worth turning an alarm into a crash
             tqdm.write(f"guard: {self.path} cannot be written ({error})")
         tqdm.write(f"guard [{level}] {text}")
         if self.hook and level in ("warn", "critical"):
@@ -288,7 +287,7 @@ class Alerts:
                     check=True,
                     capture_output=True,
                 )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
             self.failures += 1
             if self.failures == 1:
                 tqdm.write(f"guard: the hook {self.hook!r} failed ({error}); training goes on")
@@ -322,9 +321,25 @@ def _crc(path):
 
 def write_manifest(checkpoint):
     """Size and CRC-32 of every file of a checkpoint, so that a torn or corrupt one is known before it is loaded."""
-    files = sorted(p for p in Path(checkpoint).rglob("*") if p.is_file() and p.name != MANIFEST)
+    own = {
+        MANIFEST,
+        Path(MANIFEST).with_suffix(".tmp").name,
+    }  # the second: of a process that was killed at this very place
+    files = sorted(p for p in Path(checkpoint).rglob("*") if p.is_file() and p.name not in own)
     entries = {str(p.relative_to(checkpoint)): [p.stat().st_size, _crc(p)] for p in files}
     write_atomically(Path(checkpoint) / MANIFEST, json.dumps(entries))
+
+
+def read_ledger(path):
+    """What a run wrote down about its checkpoints and rollbacks. Raises ValueError, one sentence, where it cannot be read."""
+    try:
+        ledger = json.loads(path.read_text())
+        return {name: ledger[name] for name in ("good", "waiting", "skip", "rollbacks", "changes")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error!r}): without it the run no longer knows which steps it leaves out and which checkpoints "
+            "are good; delete it to go on all the same"
+        ) from error
 
 
 def faults(checkpoint):
@@ -334,10 +349,10 @@ def faults(checkpoint):
         return [f"{checkpoint} has no {MANIFEST}: it was not written to its end, or without a guard"]
     found = []
     try:
-        entries = json.loads((checkpoint / MANIFEST).read_text())
-    except ValueError as error:
+        entries = [(name, size, crc) for name, (size, crc) in json.loads((checkpoint / MANIFEST).read_text()).items()]
+    except (ValueError, TypeError, AttributeError) as error:
         return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
-    for name, (size, crc) in entries.items():
+    for name, size, crc in entries:
         path = checkpoint / name
         if not path.exists():
             found.append(f"{path} is missing")
@@ -570,7 +585,12 @@ class StabilityGuard(TrainerCallback):
     def _save_ledger(self):
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / LEDGER, json.dumps(self.ledger))
+            try:
+                write_atomically(self.folder / LEDGER, json.dumps(self.ledger))
+            except OSError as error:
+                if not save_failed(self, error):
+                    raise
+                self._tell("warn", f"{self.folder / LEDGER} is out of date ({error}); free disk space", kind="disk")
 
     def _tell(self, level, text, **fields):
         return self.alerts.tell(level, text, step=self.trainer.state.global_step, **fields)
@@ -580,7 +600,9 @@ class StabilityGuard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
-            self.ledger = json.loads((self.folder / LEDGER).read_text())
+            self.ledger = read_ledger(self.folder / LEDGER)
+            for steps in (self.ledger["good"], self.ledger["waiting"]):  # later ones are of the course that was left
+                steps[:] = [step for step in steps if step <= state.global_step]
         self.first_bad = self.grad_norm = None
         # a checkpoint brings metrics along that were judged before it
         self._seen = {name: (past, len(past)) for name, past in trainer._metrics["train"].items()}
@@ -827,9 +849,8 @@ class StabilityGuard(TrainerCallback):
         checkpoint = self.folder / f"checkpoint-{state.global_step}"
         if not checkpoint.exists():
             return  # it could not be written, and an event says so
-        if self.main:
-            write_manifest(checkpoint)
-        self.trainer.accelerator.wait_for_everyone()
+        if self._failed_to_write(checkpoint):
+            return
         ledger = self.ledger
         for steps in (ledger["good"], ledger["waiting"]):
             if state.global_step in steps:
@@ -839,6 +860,22 @@ class StabilityGuard(TrainerCallback):
         for steps in (ledger["good"], ledger["waiting"]):
             steps[:] = [step for step in steps if step in kept]
         self._save_ledger()
+
+    def _failed_to_write(self, checkpoint):
+        """Writes its manifest. A checkpoint that gets none is as good as torn: whether that is so, on all processes."""
+        failure, accelerator = None, self.trainer.accelerator
+        try:
+            if self.main:
+                write_manifest(checkpoint)
+        except OSError as error:
+            if not save_failed(self, error):
+                raise
+            failure = error
+        failed = accelerator.reduce(torch.tensor(float(failure is not None), device=accelerator.device), "sum") > 0
+        if failed:
+            self.could_not_save(failure or "on another process")
+        accelerator.wait_for_everyone()
+        return bool(failed)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.alerts.wait()
@@ -912,12 +949,14 @@ class StabilityGuard(TrainerCallback):
         return str(self.folder / f"checkpoint-{chosen}")
 
     def _halt_text(self, reason, before_update):
-        good = [s for s in self.ledger["good"] if (self.folder / f"checkpoint-{s}").exists()]
-        whole = f"checkpoint-{max(good)}" if good else next((p.name for p in reversed(on_disk(self.folder))), None)
+        complete = [step_of(p) for p in on_disk(self.folder) if (p / "rollout_state_0.pt").exists()]
+        best = max([s for s in complete if s in self.ledger["good"]] or complete, default=None)
         text = f"the guard stopped the run: {reason}"
         text += "; the weights are those before the step" if before_update else ""
         text += (
-            f"; go on with --resume_from_checkpoint {self.folder / whole}" if whole else "; no checkpoint was saved"
+            "; no checkpoint to go on from was saved"
+            if best is None
+            else f"; go on with --resume_from_checkpoint {self.folder / f'checkpoint-{best}'}"
         )
         spikes = sorted((self.folder / "gradloc").glob("*.html"), key=lambda p: p.stat().st_mtime)
         if spikes:
@@ -963,7 +1002,7 @@ def save_failed(guard, error):
     if guard is None:
         return False
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
+        return error.errno in (*FULL_DISK, None)
     return any(
         word in str(error)
         for word in ("No space left", "File too large", "quota", "failed writing", "unexpected pos", "write error")

@@ -6,6 +6,7 @@ so. Names with a dot are nested keys (`rl_stability: {unbiased_kl: {clip_ratio: 
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +31,14 @@ def number(low=-math.inf, high=math.inf, none=False):
     def check(value):
         if value is None and none:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"must be a number in [{low:g}, {high:g}]" + (" or null" if none else ""))
-        return float(value)
+        try:  # text too: YAML 1.1 takes 1e-3, without a point, for text
+            new = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            new = math.nan
+        if not math.isfinite(new) or not low <= new <= high:
+            end = f"{high:g}]" if math.isfinite(high) else "inf)"
+            raise ValueError(f"must be a number in [{low:g}, {end}" + (" or null" if none else ""))
+        return new
 
     return check
 
@@ -44,11 +50,21 @@ def switch(value):
     return value
 
 
+def read_yaml(text):
+    """YAML -> plain values. Raises ValueError, one line, for whatever is none: 2026-13-45 and !!int x end elsewhere than in YAMLError."""
+    try:
+        tree = yaml.safe_load(text)
+        json.dumps(tree, default=str, skipkeys=True)  # refuses a value that contains itself
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    return tree
+
+
 def flatten(tree, prefix=""):
     """{"a": {"b": 1}} -> {"a.b": 1}."""
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -75,9 +91,9 @@ class ControlFile:
             return None
         self._digest = digest
         try:
-            tree = yaml.safe_load(content)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            self.tell("warn", f"{self.path} is not YAML ({' '.join(str(error).split())}): nothing is changed")
+            tree = read_yaml(content)
+        except ValueError as error:
+            self.tell("warn", f"{self.path} is not YAML ({error}): nothing is changed")
             return None
         if tree is None:
             return None

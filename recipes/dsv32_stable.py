@@ -38,7 +38,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoTokenizer
 from trl import get_peft_config
 
@@ -61,7 +60,7 @@ from rlvr_common import (  # noqa: E402
     unbiased_kl,
 )
 from rlvr_launch import REPO, leave, one_sentence, parse_args, say  # noqa: E402
-from stability_control import Control, number, parse_schedule, scheduled, switch  # noqa: E402
+from stability_control import Control, number, parse_schedule, read_yaml, scheduled, switch  # noqa: E402
 
 
 @dataclass
@@ -129,9 +128,9 @@ def _near(word, known):
 
 def _as_yaml(flag, text):
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{flag} {text} is not YAML: {' '.join(str(error).split())}") from error
+        return read_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text} is not YAML: {error}") from error
 
 
 def _estimator(value):

@@ -418,6 +418,28 @@ def test_a_schedule_is_saved_with_everything_that_was_asked_for():
         assert fresh.recycled == whole.recycled and fresh.cursor == whole.cursor
 
 
+def test_a_checkpoint_between_resumption_and_sampling_keeps_what_a_failed_engine_owed():
+    """With several updates a sampling a resumed run may save before it samples: what is owed must not be waited for."""
+    first, second, third = (a_schedule(FakeEngine(), 2) for _ in range(3))
+    with closing(first.engine), closing(second.engine), closing(third.engine):
+        consume(first, 0)
+        state = first.state_dict()
+        for group in state["groups"][::3]:
+            group["rollout"] = None  # as after a failure of the engine
+        second.load_state_dict(state)
+        saved = []
+        saving = threading.Thread(target=lambda: saved.append(second.state_dict()), daemon=True)
+        saving.start()
+        saving.join(20)
+        assert saved == [state]
+        third.load_state_dict(saved[0])
+        for now in (1, 2):
+            a, b = consume(second, now), consume(third, now)
+            assert [g.sequence_ids for g in a] == [g.sequence_ids for g in b] and len(a) == len(b) > 0
+        assert second.missing == third.missing == []
+        assert len(second.state_dict()["groups"]) == len(second.engine.buffer)
+
+
 def test_a_stage_leaves_groups_out_and_a_sampling_is_used_as_it_was_asked_for():
     """Two samplings ahead: one group of four, then two, then all; each stage shows two samplings later, at its own length."""
     inner, stage = FakeEngine(), [(1, 2)]

@@ -24,6 +24,7 @@ import rlvr_report
 from ares_dapo import AresDAPOConfig
 from dsv32_stable import DSV32Config
 from grpo_tokenclip import GRPOTokenClipConfig
+from guard_drills import largest_file
 from minirl_async_r3 import MiniRLAsyncConfig
 from minirl_sync import MiniRLConfig
 from rlvr_common import RLVRConfig
@@ -241,7 +242,9 @@ def test_broken_config_files(tmp_path):
     assert refusal("--config", file) == "error: no model: give --model_name_or_path, or a --config that names one"
 
 
-@pytest.mark.parametrize("text", ["a: [1\nb: 2\n", None], ids=["malformed", "folder"])
+@pytest.mark.parametrize(
+    "text", ["a: [1\nb: 2\n", None, "a: 2026-13-45\n", "1: 2\nb: 3\n"], ids=["malformed", "folder", "date", "number"]
+)
 def test_unreadable_config_files_end_with_one_sentence(text, tmp_path):
     file = str(tmp_path) if text is None else write(tmp_path / "run.yaml", text)
     assert file in refusal("--config", file)
@@ -874,6 +877,33 @@ def test_a_resumed_run_does_its_last_steps_again(tmp_path):
     assert [(r["step"], r["reward"]) for r in read_metrics(again.metrics_path)][-2:] == [(5, 0.0), (6, 1.0)]
 
 
+def test_lines_wait_for_space_on_a_full_disk(tmp_path, capsys):
+    report = RunReport(tmp_path / "run")
+    report.on_train_begin(None, state(0), None)
+    log(report, 1, reward=0.1)
+    whole = report.metrics_path.read_bytes()
+    with largest_file(len(whole) + 9):  # room for a part of a line
+        log(report, 2, reward=0.2)
+        log(report, 3, reward=0.3)
+        report.draw()
+        assert report.metrics_path.read_bytes() == whole
+    assert report.curve_path.stat().st_size < 100  # torn, and drawn again below
+    report.on_train_begin(None, state(2), None)  # a rollback: step 3 is done again
+    log(report, 3, reward=0.4)
+    report.on_train_end(None, state(3), None)
+    assert [(r["step"], r["reward"]) for r in read_metrics(report.metrics_path)] == [(1, 0.1), (2, 0.2), (3, 0.4)]
+    assert report.curve_path.stat().st_size > 10_000
+    assert capsys.readouterr().out.count("cannot be written") == 2  # the first line, and the curve
+
+
+def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path):
+    report = RunReport(tmp_path)
+    report.metrics_path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    report.on_train_begin(None, state(1), None)
+    log(report, 2, reward=1.0)
+    assert [(r["step"], r["reward"]) for r in read_metrics(report.metrics_path)] == [(1, 0.5), (2, 1.0)]
+
+
 def test_only_the_main_process_writes(tmp_path):
     report = RunReport(tmp_path / "run")
     report.on_train_begin(None, state(0, main=False), None)
@@ -1173,6 +1203,29 @@ def test_the_recipe_prints_help_from_any_folder(tmp_path):
     done = launch(tmp_path, sys.executable, str(RECIPE), "--help")
     assert done.returncode == 0 and "--token_clip_low" in done.stdout
     assert done.stdout.startswith("usage: accelerate launch grpo_tokenclip.py")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere/run", "itself", "itself/run", "n" * 300])
+@pytest.mark.parametrize("resumed", [None, "last"])
+def test_an_output_dir_that_is_no_place_is_named(tmp_path, name, resumed):
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    args = SimpleNamespace(output_dir=str(tmp_path / name), resume_from_checkpoint=resumed, save_steps=1)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"--output_dir {tmp_path / name} ")):
+        settle_output_dir(args, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["itself", "nowhere"]
+
+
+def test_a_run_whose_folder_became_read_only_is_not_resumed(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    for name in ("rollout_state_0.pt", "trainer_state.json"):
+        (folder / "checkpoint-3").mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoint-3" / name).write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    for checkpoint in ("last", str(folder / "checkpoint-3")):
+        args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=checkpoint, save_steps=1)
+        with pytest.raises(ValueError, match=re.escape(f"--output_dir {folder} cannot be written")):
+            settle_output_dir(args, True)
 
 
 def test_an_output_dir_that_cannot_be_written_is_named(tmp_path):

@@ -22,6 +22,7 @@ import rlvr_resume
 from grpo_tokenclip import GRPOTokenClipConfig
 from optimizers import OPTIMIZERS, make_optimizer
 from rlvr_common import run
+from rlvr_launch import complete_checkpoints
 from rlvr_report import RunReport, read_metrics
 from rlvr_resume import (
     OPTIMIZER_FLAGS,
@@ -30,12 +31,13 @@ from rlvr_resume import (
     hold,
     let_go,
     read_settings,
+    set_aside,
     settings_of,
     stop_line,
     stoppable,
     write_settings,
 )
-from stability import write_manifest
+from stability import read_ledger, write_manifest
 from training import REPO, make_ours, options
 
 
@@ -309,6 +311,31 @@ def test_a_checkpoint_holds_what_was_asked_for_and_a_resume_saves_as_it_is_told(
 
 
 # --- a finished run ---------------------------------------------------------------------------------------------------
+
+
+def test_going_on_from_an_older_checkpoint_mixes_no_two_courses(tmp_path, capsys, monkeypatch):
+    """Else `last`, and a rollback, would take up what was left behind."""
+    monkeypatch.setattr(RunReport, "draw", lambda self: None)
+    guarded = {"guard": "rollback", "guard_k": 1, "save_strategy": "steps", "max_steps": 4, "max_completion_length": 4}
+    run(make_ours(tmp_path, save_steps=1, **guarded))
+    assert json.loads((tmp_path / "guard.json").read_text())["good"] == [0, 1, 2, 3]
+    rest = make_ours(tmp_path, save_steps=9, resume_from_checkpoint=str(tmp_path / "checkpoint-1"), **guarded)
+    run(rest)
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["checkpoint-0", "checkpoint-1", "checkpoint-4"]
+    assert rest.guard.ledger["good"] == [0, 1] and rest.guard.ledger["waiting"] == [4]
+    aside = tmp_path / "set_aside"
+    assert sorted(p.name for p in aside.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    line = f"going on from step 1: checkpoint-2, checkpoint-3, checkpoint-4 of the course before moved to {aside}"
+    assert capsys.readouterr().out.count(line) == 1
+    assert set_aside(tmp_path, 4) is None
+    assert set_aside(tmp_path, 1).endswith("set_aside-2") and (tmp_path / "set_aside-2/checkpoint-4").is_dir()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"good": [0]}'])
+def test_a_ledger_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "guard.json").write_text(content)
+    with pytest.raises(ValueError, match="guard.json cannot be read .* delete it to go on all the same"):
+        read_ledger(tmp_path / "guard.json")
 
 
 def test_a_finished_run_is_refused_before_the_model_is_loaded(tmp_path):

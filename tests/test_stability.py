@@ -1,5 +1,6 @@
 """The guard: rules on planted and on recorded runs, and drills: what breaks, what is seen, what is restored."""
 
+import errno
 import http.server
 import json
 import math
@@ -297,14 +298,14 @@ def test_the_hook_gets_the_event_and_its_failures_stop_nothing(tmp_path, capsys)
     lines = [json.loads(line) for line in (tmp_path / "a/events.jsonl").read_text().splitlines()]
     assert [line["level"] for line in lines] == ["info", "critical"]
 
-    for hook in ("exit 3", "sleep 5", "http://127.0.0.1:9/none"):
+    for hook in ("exit 3", "sleep 5", "http://127.0.0.1:9/none", "http://a host/", "https://host:port/"):
         alerts = Alerts(tmp_path / "b", hook=hook)
         alerts.timeout_s = 0.2
         alerts.tell("warn", "bad")
         alerts.tell("warn", "worse")
         alerts.wait()
         assert alerts.failures == 2
-    assert capsys.readouterr().out.count("training goes on") == 3  # once a hook
+    assert capsys.readouterr().out.count("training goes on") == 5  # once a hook
     Alerts(tmp_path / "c", main=False).tell("critical", "from another rank")
     assert not (tmp_path / "c").exists()
 
@@ -371,6 +372,12 @@ def test_a_manifest_knows_every_kind_of_damage(tmp_path):
     assert [fault.split(": ")[-1].split("checkpoint-3/")[1] for fault in faults(checkpoint)] == [
         "a.bin holds other bytes than were written", "c.bin is missing", "inner/b.bin has 5 bytes where 1,000 were written",
     ]  # fmt: skip
+    for broken in ("", "[1]", "null", '{"a": 1}', '{"a": [1]}'):
+        (checkpoint / "guard_manifest.json").write_text(broken)
+        assert "guard_manifest.json cannot be read" in faults(checkpoint)[0]
+    (checkpoint / "guard_manifest.tmp").write_text("of a process that was killed as it wrote this")
+    write_manifest(checkpoint)
+    assert faults(checkpoint) == []
 
 
 def test_the_disk_budget_is_checked_at_start(tmp_path, monkeypatch):
@@ -509,6 +516,25 @@ def test_drill_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_p
     assert found.trainer.state.global_step == 6 and found.to == 2 and found.equal
     assert [step_of(p) for p in on_disk(tmp_path / "guarded")] == [0, 2, 6]
     assert faults(tmp_path / "guarded/checkpoint-2") == []
+
+
+def test_a_disk_that_has_no_room_for_a_line_costs_no_training(tmp_path, monkeypatch):
+    """Not the checkpoint's big files fail but the guard's own small ones, from step 3 to step 5."""
+    trainer, write = make_ours(tmp_path, **DRILL), stability.write_atomically
+
+    def full(path, text):
+        if 3 <= trainer.state.global_step <= 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(stability, "write_atomically", full)
+    stability.train(trainer)
+    assert [step_of(p) for p in on_disk(tmp_path)] == [0, 2, 6] and faults(tmp_path / "checkpoint-6") == []
+    assert trainer.state.global_step == 6
+    told = [event["text"] for event in events(tmp_path, "disk")]
+    assert any("checkpoint-4 could not be written" in text for text in told) and "guard.json is out of date" in told[0]
+    assert json.loads((tmp_path / "guard.json").read_text()) == trainer.guard.ledger
+    assert trainer.guard.ledger["good"] == [0, 2] and trainer.guard.ledger["waiting"] == [6]
 
 
 def test_without_a_guard_a_full_disk_ends_the_run(tmp_path):
@@ -730,10 +756,24 @@ def test_bad_input_keeps_the_old_value_and_says_so(tmp_path):
         "- 1",
         "beta: : 1",
         "a\tb: {",
+        "beta: {}",
+        "beta: []",
+        "beta: .inf",
+        "beta: 1e999",
+        "beta: " + "9" * 400,
+        "beta: 2026-13-45",
+        "beta: !!int x",
+        "beta: !!float x",
+        "beta: !!timestamp x",
+        "beta: &x {y: *x}",
+        "beta: &x [*x]",
+        "beta: " + "[" * 400 + "]" * 400,
     ):
         assert write(bad) == ["warn"], bad
         assert held == {"beta": 0.2, "on": True}
     assert "it stays 0.2" in (write("beta: 7"), told[0][1])[1]
+    assert write("beta: 1e-2") == ["info"] and held["beta"] == 0.01  # text to YAML 1.1, which wants a point and a sign
+    assert write('beta: "0.2"') == ["info"] and held["beta"] == 0.2
     assert write("part: {enabled: false}\nbeta: 0") == ["info", "info"] and held == {"beta": 0.0, "on": False}
     assert write("part.enabled: 1") == ["warn"] and held["on"] is False
     assert write("") == [] and write("beta: 0.3") == ["info"]
@@ -844,6 +884,7 @@ def test_staged_runs_use_part_of_the_batch_and_of_the_length(tmp_path):
         ({"guard": "rollback", "guard_on_rollback": ["beta*2"]}, "is not name=value of a control"),
         ({"guard": "warn", "guard_stages": "tiny:3"}, "--guard_stages tiny:3"),
         ({"guard": "warn", "guard_retries": -1}, "--guard_retries -1 must be"),
+        ({"guard": "rollback", "save_only_model": True}, "--save_only_model leaves nothing to roll back to"),
     ],
 )
 def test_guard_options_are_checked(options, message, tmp_path):
@@ -851,6 +892,20 @@ def test_guard_options_are_checked(options, message, tmp_path):
         RLVRConfig(str(tmp_path), **options)
     with pytest.raises(ValueError, match="beta"):
         make_ours(tmp_path, guard="rollback", guard_on_rollback=["beta=0.1"])  # no reference model is loaded
+
+
+@pytest.mark.parametrize(
+    "change", ["learning_rate_scale*0", "learning_rate_scale=-1", "max_grad_norm=nan", "max_grad_norm=true"]
+)
+def test_a_change_that_a_rollback_could_not_make_is_refused_before_the_run(tmp_path, change):
+    with pytest.raises(ValueError, match=f"--guard_on_rollback {re.split('[=*]', change)[0]}.* must be a number in"):
+        make_ours(tmp_path, guard="rollback", guard_on_rollback=[change])
+
+
+def test_a_halt_names_no_checkpoint_that_no_run_can_go_on_from(tmp_path):
+    trainer = faulty(tmp_path, "nan", 5, **DRILL | {"guard": "halt", "save_only_model": True})
+    with pytest.raises(GuardHalt, match="no checkpoint to go on from was saved"):
+        stability.train(trainer)
 
 
 def test_stages_is_short_for_guard_stages(tmp_path):

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from rlvr_common import RLVRTrainer, run
+from rlvr_launch import complete_checkpoints
 from rlvr_report import read_metrics
 from training import MODEL, equal, history, largest_difference, make_ours, make_stock, numbers, weights
 
@@ -229,6 +230,19 @@ def test_a_stop_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert (tmp_path / "checkpoint-3" / "rollout_state_0.pt").exists()
+
+
+def test_a_checkpoint_counts_once_every_process_has_written_its_part(tmp_path, monkeypatch):
+    trainer = make_ours(tmp_path, **RESUME | {"max_steps": 3})
+    seen, wait = [], trainer.accelerator.wait_for_everyone
+
+    def waits():
+        seen.append((tmp_path / "checkpoint-3/rollout_state_0.tmp").exists() and not complete_checkpoints(tmp_path))
+        wait()
+
+    monkeypatch.setattr(trainer.accelerator, "wait_for_everyone", waits)
+    trainer.train()
+    assert True in seen and [p.name for p in complete_checkpoints(tmp_path)] == ["checkpoint-3"]
 
 
 def stop_at(trainer, step):
