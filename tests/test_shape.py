@@ -6,8 +6,14 @@ import re
 
 import pytest
 
+import ares_dapo
+import cold_start
+import dsv32_stable
+import evaluate
+import grpo_tokenclip
+import minirl_async_r3
+import minirl_sync
 from async_rollout import AsyncConfig
-from recipes import ares_dapo, cold_start, dsv32_stable, evaluate, grpo_tokenclip, minirl_async_r3, minirl_sync
 from rlvr_common import RLVRConfig
 from training import REPO
 
