@@ -38,13 +38,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-from layer_clip import layer_of
+from layer_clip import layer_of, wide
 
 # --- spectra ----------------------------------------------------------------------------------------------------------
-
-
-def _wide(device):
-    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def _work(x):
@@ -156,8 +152,8 @@ def _cholesky_factors(grams, loose):
 
 def _energies(grad):
     """Squared singular values of grad (..., m, n), falling, float64. Of the smaller Gram matrix: exact to 1e-15 of the largest."""
-    wide = grad.to(_wide(grad.device))
-    gram = wide.mT @ wide if wide.shape[-1] <= wide.shape[-2] else wide @ wide.mT
+    grad = grad.to(wide(grad.device))
+    gram = grad.mT @ grad if grad.shape[-1] <= grad.shape[-2] else grad @ grad.mT
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 
@@ -176,7 +172,7 @@ def spectral_stats(grad, top=32, levels=(0.5, 0.7, 0.9), exact=None, sketch=256)
     """
     if grad.dim() != 2:
         raise ValueError(f"grad of shape {tuple(grad.shape)}: spectral_stats takes one matrix (m, n)")
-    total = grad.to(_wide(grad.device)).square().sum().item()
+    total = grad.to(wide(grad.device)).square().sum().item()
     if not math.isfinite(total):
         raise ValueError(f"grad of shape {tuple(grad.shape)} holds a value that is not finite: it has no spectrum")
     exact = min(grad.shape) <= 2048 if exact is None else exact
@@ -607,8 +603,8 @@ class _Bucket:
         """
         self.right, self.mix = right, mix
         self.left = self.grad @ right  # (..., m, q)
-        wide, mix = self.left.to(_wide(right.device)), mix.to(_wide(right.device))
-        self.core = mix.mT @ _sum(wide.mT @ wide, self.rows) @ mix  # (..., q, q)
+        left, mix = self.left.to(wide(right.device)), mix.to(wide(right.device))
+        self.core = mix.mT @ _sum(left.mT @ left, self.rows) @ mix  # (..., q, q)
 
     def sketch_by_householder(self):
         right = self.start()
