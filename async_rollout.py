@@ -755,14 +755,7 @@ class AsyncTrainer(RLVRTrainer):
             return super()._rollout(prompts, trainer)
         oldest = min(self._taken, key=lambda group: group.version)
         self._compare_weights(oldest.version, oldest.fingerprint)
-        rollout = join(self._taken)
-        self._sampled_routes = rollout.routes
-        self._take_support(rollout)
-        return {
-            "prompt_ids": rollout.prompt_ids,
-            "completion_ids": rollout.completion_ids,
-            "logprobs": rollout.rollout_logps,
-        }
+        return self._hand_over(join(self._taken))
 
     def score(self, model, inputs):
         batch = super().score(model, inputs)

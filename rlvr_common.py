@@ -942,6 +942,10 @@ class RLVRTrainer(GRPOTrainer):
             batch_size=self.args.rollout_batch_size,
             sequence_ids=range(first, first + len(prompts)),
         )
+        return self._hand_over(rollout)
+
+    def _hand_over(self, rollout):
+        """What TRL's rollout_func returns of a rollout; what TRL does not carry (routes, sampling masks) is kept for the batch."""
         self._sampled_routes = rollout.routes
         self._take_support(rollout)
         return {
@@ -1060,8 +1064,8 @@ class RLVRTrainer(GRPOTrainer):
         routes = self._sampled_routes
         if routes is None:
             raise RuntimeError(
-                "--routing_replay r3 is on but the sampling brought no routes: whatever replaces _rollout must set "
-                "_sampled_routes"
+                "--routing_replay r3 is on but the sampling brought no routes: whatever replaces _rollout must end with "
+                "_hand_over"
             )
         if self.mask_truncated_completions:  # TRL hides such a completion even from attention: its prompt's rows stay
             routes = [rows[:count] for rows, count in zip(routes, tokens.sum(1).tolist(), strict=True)]
@@ -1111,7 +1115,7 @@ class RLVRTrainer(GRPOTrainer):
         self._routes, self._support = inputs.get(replay), inputs.get("support")
         if self.args.keep_sampling_mask and self._support is None:
             raise RuntimeError(
-                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must call _take_support"
+                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must end with _hand_over"
             )
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
