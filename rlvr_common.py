@@ -326,8 +326,8 @@ HINTS = {
     "loss_type": "choose with --aggregation",
     "epsilon": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "epsilon_high": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
-    "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
-    "importance_sampling_level": "sequence ratios are the business of --seq_clip_low / --seq_clip_high",
+    "vllm_importance_sampling_correction": "the recipe's own loss corrects the mismatch",
+    "importance_sampling_level": "of sequences: --seq_clip_low / --seq_clip_high of grpo_tokenclip.py, rloo of ares_dapo.py",
     "off_policy_mask_threshold": "this mask belongs to the DeepSeek-V3.2 recipe",
 }
 
@@ -402,7 +402,7 @@ class RLVRConfig(GRPOConfig):
     # TRL options whose default differs here
     bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; unset = where the GPU has it"})
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
-    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
+    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: our losses do it"})
     loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
     disable_dropout: bool = field(
         default=True,
@@ -883,9 +883,8 @@ class RLVRTrainer(GRPOTrainer):
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
         controls = {
-            "learning_rate_scale": Control(
-                lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)
-            ),  # 0 could not be undone
+            # above 0, which could not be undone
+            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)),
             "max_grad_norm": Control(
                 lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
             ),
@@ -1010,9 +1009,8 @@ class RLVRTrainer(GRPOTrainer):
             )
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(
-            inputs, prompts, completions, completion_ids_list
-        )  # all ranks, (N, funcs)
+        # (N, functions), of all ranks
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), math.nan)
         return rewards
@@ -1462,9 +1460,7 @@ class RLVRTrainer(GRPOTrainer):
 
     def _init_training_state(self, max_steps, *args):
         places = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(
-            self.args, max_steps
-        )  # the checkpoint's --save_steps and --logging_steps do not count
+        self.state.compute_steps(self.args, max_steps)  # not the checkpoint's --save_steps and --logging_steps
         return places
 
     def check_checkpoint(self, checkpoint):
