@@ -210,7 +210,7 @@ class Trigger:
         self.kind, self.tau, self.warmup, self.factor, self.ceiling, self.z = trigger, tau, warmup, factor, ceiling, z
         self.cooldown, self.every_n_steps = cooldown, every_n_steps
         self.norms = deque(maxlen=window)
-        self.level = 0.0  # the largest median so far
+        self.level = 0.0  # the largest median so far, fading
         self.seen = 0
         self.quiet = {"spike": 0, "non-finite": 0}  # steps left in which that kind is only counted
         self.suppressed = 0
@@ -278,6 +278,9 @@ class GradLoc:
     confirm        number of top tokens whose gradient is computed exactly, with norms per layer
     tolerance      largest certificate (relative gap) that `directional` may keep; beyond it `search` takes over
     budget         backward passes of a search
+    token_band, seq_band   omega of a token, rho of a sequence: outside they are a mismatch (TokenClip's, SeqClip's bands)
+    differentiation        of "directional": auto | jvp | finite_difference
+    quiet          True: no sentence on the console
     trigger, tau, window, warmup, factor, ceiling, z, cooldown, every_n_steps: see Trigger
     Raises ValueError for an unknown method or aggregation.
     """
@@ -455,9 +458,8 @@ class GradLoc:
                 report.page = None if page is None else str(page)
             if not self.quiet:
                 line = gradloc_report.visible(report.sentence)  # a token may hold control characters
-                tqdm.write(
-                    f"GradLoc: {line}" + (f"\n  {report.page}" if report.page else "")
-                )  # keeps progress bars whole
+                # write, not print: progress bars stay whole
+                tqdm.write(f"GradLoc: {line}" + (f"\n  {report.page}" if report.page else ""))
         return report
 
     def _explain(self, step, trigger):

@@ -152,7 +152,7 @@ def parse_stages(text):
 
 
 class Stages:
-    """Which stage a run is in. A stage lasts its steps, and as many again for as long as a core metric was out of range."""
+    """Which stage a run is in. A stage lasts until so many steps in a row, as many as it names, had no alarm."""
 
     def __init__(self, stages):
         self.stages, self.index, self.healthy = stages, 0, 0  # healthy: steps in a row without an alarm
