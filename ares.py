@@ -446,9 +446,8 @@ class _Member:
         self.half = p.dtype not in (torch.float32, torch.float64)
         self._start()
         grad = p.grad
-        if (
-            isinstance(grad, DTensor) and grad.placements != p.placements
-        ):  # tensor parallelism can leave a sum to be reduced
+        # tensor parallelism can leave a sum to be reduced
+        if isinstance(grad, DTensor) and grad.placements != p.placements:
             grad = grad.redistribute(placements=p.placements)
         self._grad = _own(grad)
         self.step = int(state["step"]) + 1  # on the host
@@ -587,9 +586,8 @@ class _Bucket:
         if not cold:  # a gradient of lower rank left columns without direction
             filler = _gaussian_once(n, basis.shape[-1], group["seed"], basis.device, basis.dtype)
             basis = torch.where(basis.square().sum(-2, keepdim=True) > 0.25, basis, filler)
-        seed = (
-            group["seed"] + 1_000_003 * first.step
-        )  # one draw a step for all matrices: their gradients differ, it need not
+        # one draw a step for all matrices: their gradients differ, it need not
+        seed = group["seed"] + 1_000_003 * first.step
         return _start(None if cold else basis, n, columns, group["oversample"], seed, basis)
 
     def broken(self):

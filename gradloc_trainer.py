@@ -55,9 +55,8 @@ class Attachment(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.checked = False  # a rollback leaves its step between the check and the update
         if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
-            before = (
-                self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
-            )  # a second train() goes on
+            # a second train() goes on
+            before = self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
             self.layer_clip = LayerClip(self.trainer.model, **self._clip_options)
             if before is not None:
                 try:
@@ -87,9 +86,8 @@ class Attachment(TrainerCallback):
         if used is not None and self.gradloc.calls:
             call = self.gradloc.calls[-1]
             call.batch = call.batch | {"routes": used}
-        if (
-            inputs.get("support") is not None and self.gradloc.calls
-        ):  # sets that sampling left over: part of the model's call
+        # sets that sampling left over: part of the model's call
+        if inputs.get("support") is not None and self.gradloc.calls:
             call = self.gradloc.calls[-1]
             call.batch = call.batch | {"support": inputs["support"], "first": call.offset}
         value = loss[0] if isinstance(loss, tuple) else loss

@@ -72,9 +72,8 @@ def gradient_spectra(model, top=32):
         if not matrices.isfinite().all():
             out[name] = None
             continue
-        parts = [
-            spectral_stats(matrix, top, LEVELS) for matrix in matrices if matrix.any()
-        ]  # an expert that no token chose
+        # of a stack without the experts that no token chose
+        parts = [spectral_stats(matrix, top, LEVELS) for matrix in matrices if matrix.any()]
         if parts:
             out[name] = {key.replace("@", "_"): sum(part[key] for part in parts) / len(parts) for key in parts[0]}
     return out

@@ -682,9 +682,8 @@ class StabilityGuard(TrainerCallback):
         trained = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
         sizes = [p.numel() for p in trained]
         stride = max(1, sum(sizes) // self.sampled)
-        starts = [
-            -sum(sizes[:i]) % stride for i in range(len(sizes))
-        ]  # the spacing runs on from one tensor to the next
+        # the spacing runs on from one tensor to the next
+        starts = [-sum(sizes[:i]) % stride for i in range(len(sizes))]
         return [
             (p.detach().reshape(-1)[start::stride].clone(), stride) for p, start in zip(trained, starts, strict=True)
         ]

@@ -356,9 +356,8 @@ class VLLMEngine:
                 "it without --return-sampling-mask, or train with --keep_sampling_mask"
             )
         if config and self.pushes:
-            self.server.post(
-                "/resume"
-            )  # a run that was killed in a push has left it paused: requests would wait for ever
+            # a run that was killed in a push has left it paused: requests would wait for ever
+            self.server.post("/resume")
         # top_k: a server that records sampling masks takes no request without
         body = {"token_ids": self.probe_ids[:4], "sampling_params": {"max_tokens": 1, "logprobs": 0, "top_k": 1}}
         try:

@@ -122,9 +122,8 @@ def effects(runs):
 def at_equal_time(runs, times):
     """Training reward when the synchronous run has made half of its updates, from the seconds of an update of each staleness."""
     sync = times["S=0"]["seconds_of_an_update"]
-    last = min(
-        records[-1]["step"] for by_seed in runs.values() for records, _ in by_seed.values()
-    )  # 48, fewer with --steps
+    # 48, fewer with --steps
+    last = min(records[-1]["step"] for by_seed in runs.values() for records, _ in by_seed.values())
     yield from (
         "",
         f"| arm | seconds of an update | updates in the time of {last // 2} synchronous ones | reward then (8 updates) |",

@@ -30,10 +30,8 @@ MINIRL_ARMS = {
     ]
     for n in (2, 4, 8) for replay in ("no replay", "R2", "R3") for clip in ("no clip", "clip")
 }  # fmt: skip
-TINY_MINIRL = [
-    "--config",
-    str(REPO / "recipes" / "configs" / "tiny_minirl.yaml"),
-]  # a named model has no default config
+# a named model has no default config
+TINY_MINIRL = ["--config", str(REPO / "recipes" / "configs" / "tiny_minirl.yaml")]
 COLD_STARTS = {
     f"cold start: {teacher}": [
         *MINIRL, *TINY_MINIRL, "--model_name_or_path", model, "--num_minibatches", "2", "--max_steps", "240",
@@ -94,10 +92,8 @@ def minirl_cells(records, minutes):
 
 def minirl_pairs(after):
     """What the clip, R2 and R3 change in held-out accuracy, compared with the same arm and seed without. {(arm, seed): %} -> lines."""
-    seeds, grid = (
-        sorted({seed for _, seed in after}),
-        [(n, replay) for n in (2, 4, 8) for replay in ("no replay", "R2", "R3")],
-    )
+    seeds = sorted({seed for _, seed in after})
+    grid = [(n, replay) for n in (2, 4, 8) for replay in ("no replay", "R2", "R3")]
     clip = {
         (n, r, s): after[f"N={n}: {r}, clip", s] - after[f"N={n}: {r}, no clip", s] for n, r in grid for s in seeds
     }
