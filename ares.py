@@ -264,6 +264,7 @@ class Ares(torch.optim.Optimizer):
         return self.param_groups[0]["skipped"]
 
     def add_param_group(self, param_group):
+        """As torch's; raises ValueError for an option out of range."""
         _check_options(self.defaults | param_group)
         super().add_param_group(param_group)
 

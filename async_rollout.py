@@ -66,10 +66,12 @@ class Group:
         return min(self.rollout.version)
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors of the group, its rollout as a dict."""
         return vars(self) | {"rollout": self.rollout and vars(self.rollout).copy()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
+        """The group that `state_dict` described."""
         return cls(**state | {"rollout": state["rollout"] and Rollout(**state["rollout"])})
 
 
@@ -116,6 +118,7 @@ class Buffer:
             return len(self._finished)
 
     def ask(self, groups: Iterable[Group]) -> None:
+        """The groups were asked for: `take` may wait for them."""
         with self._changed:
             self._asked += groups
 
@@ -549,6 +552,7 @@ class Ahead:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`; groups without a rollout are asked for again by the next `ask`."""
         groups = [Group.from_state(group) for group in state["groups"]]
         self.engine.buffer.ask(groups)
         self.engine.buffer.finish([group for group in groups if group.rollout is not None])
@@ -617,6 +621,7 @@ class AsyncConfig(RLVRConfig):
 
     @property
     def updates_per_sampling(self) -> int:
+        """Optimizer steps that one sampling feeds, U."""
         return self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps
 
 
@@ -758,6 +763,7 @@ class AsyncTrainer(RLVRTrainer):
         return self._hand_over(join(self._taken))
 
     def score(self, model, inputs):
+        """RLVRTrainer's, with the staleness of every counted token as a metric."""
         batch = super().score(model, inputs)
         if self.model.training:
             versions = inputs["token_versions"] if "token_versions" in inputs else inputs["version"].unsqueeze(1)
@@ -768,12 +774,15 @@ class AsyncTrainer(RLVRTrainer):
     # resume -----------------------------------------------------------------------------------------------------------
 
     def settle(self):
+        """Waits until all that was asked for is sampled."""
         self.engine.buffer.settled()  # a failure of the engine ends the run at its next sampling, with this checkpoint behind it
 
     def recipe_state(self):
+        """The schedule and everything sampled ahead."""
         return self.ahead.state_dict()
 
     def load_recipe_state(self, state):
+        """The counterpart of `recipe_state`."""
         self.ahead.load_state_dict(state)
 
     def forget(self):
@@ -782,6 +791,7 @@ class AsyncTrainer(RLVRTrainer):
         self.engine.discard()
 
     def closing_rows(self):
+        """Draws timeline.png; its path, and who waits for whom."""
         path = Path(self.args.output_dir) / "timeline.png"
         self.timeline.draw(path)
         return [("timeline", str(path)), ("", self.timeline.advice(self.args))]

@@ -138,13 +138,16 @@ class SpikeReport:
 
     @property
     def top1_share(self):
+        """Absolute share of the largest token, 0 without tokens."""
         return abs(self.tokens[0].share) if self.tokens else 0.0
 
     @property
     def top10_share(self):
+        """Sum of the absolute shares of the ten largest tokens."""
         return sum(abs(t.share) for t in self.tokens[:10])
 
     def to_dict(self):
+        """Plain values: one line of spikes.jsonl."""
         fields = {k: v for k, v in vars(self).items() if k != "page"}
         return fields | {
             "format": 1,
@@ -255,12 +258,14 @@ class Trigger:
         return reason, threshold, median
 
     def state_dict(self):
+        """Plain numbers: all that the next decision depends on."""
         return {
             "norms": list(self.norms), "level": self.level, "seen": self.seen, "quiet": dict(self.quiet),
             "suppressed": self.suppressed,
         }  # fmt: skip
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.norms, self.level = deque(state["norms"], maxlen=self.norms.maxlen), state["level"]
         self.seen, self.suppressed, self.quiet = state["seen"], state["suppressed"], dict(state["quiet"])
 
@@ -676,6 +681,7 @@ class GradLoc:
         }  # fmt: skip
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.trigger.load_state_dict(state["trigger"])
         self.layer_history = deque(state["layer_history"], maxlen=self.layer_history.maxlen)
         self.step, self.reports, self.spikes = state["step"], state["reports"], state["spikes"]
@@ -778,6 +784,7 @@ def _grouped(step, norms, label_of):
 
 
 def main(argv=None):
+    """`python gradloc.py view DIR`."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 2 or argv[0] != "view" or argv[1] in ("-h", "--help"):
         sys.exit(

@@ -1315,6 +1315,7 @@ class RLVRTrainer(GRPOTrainer):
             self._broken.add(name)
 
     def create_optimizer(self, model=None):
+        """The one of --optim_method, or the Trainer's own."""
         if self.args.optim_method is None:
             return super().create_optimizer(model)
         if self.optimizer is None:
@@ -1591,6 +1592,7 @@ class HeldOut(TrainerCallback):
         self.trainer, self.rows = trainer, rows
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Evaluates when a step of --eval_every is over, the last one excepted: `run` evaluates after it."""
         if args.eval_every and state.global_step % args.eval_every == 0 and state.global_step < state.max_steps:
             result = self.trainer.held_out_accuracy(self.rows, args.eval_samples)
             for name in ("accuracy", "stderr"):

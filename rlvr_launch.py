@@ -94,6 +94,7 @@ class Parser(TrlParser):
     """TrlParser that raises ValueError, one sentence, where argparse prints its usage and ends the program."""
 
     def error(self, message):
+        """Raises ValueError that names flag, value and what it must be."""
         found = re.fullmatch(r"argument (--\w+)\S*: (?:invalid (\w+) value: '(.*)'|(.*))", message, re.DOTALL)
         if found is None:
             raise ValueError(message)

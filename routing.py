@@ -606,6 +606,7 @@ class Replay(_Context):
             tap.table = table
 
     def count(self, layer: int) -> None:
+        """A tap replayed this layer's rows once."""
         self.replayed += self._rows[layer]
         self._ran[layer] = True
 

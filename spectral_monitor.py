@@ -140,16 +140,19 @@ class SpectralMonitor(TrainerCallback):
                 )
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """After a resume, or a rollback, drops the lines of steps that are about to be done again."""
         self.looked = False  # a rollback leaves its step between the look and the update
         if state.is_world_process_zero and self.path.exists():  # resumed: later steps are about to be done again
             kept = [record for record in read_spectra(self.path) if record["step"] <= state.global_step]
             self.path.write_text("".join(to_json(record) + "\n" for record in kept))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Looks, where clipping has not: a step without it is looked at all the same."""
         self._look()  # a trainer that did not ask accelerate for the norm
         self.looked = False
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Draws spectral.png."""
         if state.is_world_process_zero and self.path.exists():
             plot_spectra({self.path.parent.name: [read_spectra(self.path)]}, self.figure)
 

@@ -159,10 +159,12 @@ class Stages:
 
     @property
     def name(self):
+        """Of the stage in force."""
         return self.stages[self.index][0]
 
     @property
     def share(self):
+        """Of prompts and of completion length that it uses."""
         return SHARES[self.name]
 
     def step(self, healthy):
@@ -175,9 +177,11 @@ class Stages:
         return None
 
     def state_dict(self):
+        """Place in the stages and healthy steps so far."""
         return {"index": self.index, "healthy": self.healthy}
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.index, self.healthy = state["index"], state["healthy"]
 
 

@@ -66,6 +66,8 @@ def glossary():
 
 @dataclass
 class Line:
+    """One line of the checklist."""
+
     section: str
     text: str
     measured: str
@@ -97,6 +99,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def values(self, metric):
+        """The finite values of a metric, step by step."""
         return [r[metric] for r in self.records if isinstance(r.get(metric), float) and math.isfinite(r[metric])]
 
     def broken(self):
@@ -107,6 +110,7 @@ class Run:
         ]  # fmt: skip
 
     def alarms(self, *patterns, levels=("critical",)):
+        """Alarms about metrics that match a pattern, those of steps that were rolled back left out."""
         skip = {step for back in self.ledger.get("rollbacks", []) for step in range(back["skip"][0], back["at"] + 1)}
         return [
             e for e in self.events
@@ -115,6 +119,7 @@ class Run:
         ]  # fmt: skip
 
     def named(self, kind):
+        """Events of one kind."""
         return [e for e in self.events if e.get("kind") == kind]
 
 

@@ -76,3 +76,20 @@ def test_the_cold_start_shows_itself_and_refuses_what_it_does_not_read(capsys, m
     monkeypatch.setattr("sys.argv", ["cold_start.py", "--guard", "warn"])
     with pytest.raises(SystemExit, match="--guard warn is no option of this recipe"):
         cold_start.main()
+
+
+def public_without_docstring(node, place):
+    """Names below `node` that a reader may use and that say nothing of themselves."""
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.ClassDef) and not child.name.startswith("_"):
+            name = f"{place}.{child.name}"
+            if ast.get_docstring(child) is None:
+                yield name
+            if isinstance(child, ast.ClassDef):
+                yield from public_without_docstring(child, name)
+
+
+@pytest.mark.parametrize("module", sorted(REPO.glob("*.py")), ids=lambda path: path.name)
+def test_everything_public_has_a_docstring(module):
+    tree = ast.parse(module.read_text())
+    assert ast.get_docstring(tree) and not list(public_without_docstring(tree, module.stem))
