@@ -738,7 +738,7 @@ def tally(verdicts):
 
 def recipe_table(entries, verdicts):
     runs = runs_of("defaults") if "defaults" in entries else {}
-    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | the papers' claims, tried here |"
+    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | claims tried here, the papers' and ours |"
     yield "|---|---|---|---|---|"
     for name, (papers, idea, ids, report) in RECIPES.items():
         own = tally(v for i, v in verdicts.items() if i.split("-")[0] in ids)
