@@ -286,13 +286,14 @@ class GradLoc:
     token_band, seq_band   omega of a token, rho of a sequence: outside they are a mismatch (TokenClip's, SeqClip's bands)
     differentiation        of "directional": auto | jvp | finite_difference
     quiet          True: no sentence on the console
+    clips_in       script that has the flags of TokenClip and SeqClip, named where one of them is the remedy
     trigger, tau, window, warmup, factor, ceiling, z, cooldown, every_n_steps: see Trigger
     Raises ValueError for an unknown method or aggregation.
     """
 
     def __init__(
         self, folder=None, method="directional", tokenizer=None, aggregation="token_mean", confirm=4, tolerance=0.05, budget=128,
-        token_band=(0.5, 5.0), seq_band=(0.995, 1.005), differentiation="auto", quiet=False, **trigger,
+        token_band=(0.5, 5.0), seq_band=(0.995, 1.005), differentiation="auto", quiet=False, clips_in="", **trigger,
     ):  # fmt: skip
         if method not in ("directional", "search"):
             raise ValueError(f"method={method!r} is unknown: use 'directional' or 'search'")
@@ -306,6 +307,7 @@ class GradLoc:
         self.method, self.tokenizer, self.aggregation = method, tokenizer, aggregation
         self.confirm, self.tolerance, self.budget = confirm, tolerance, budget
         self.token_band, self.seq_band, self.differentiation, self.quiet = token_band, seq_band, differentiation, quiet
+        self.clips_in = clips_in
         known = list(inspect.signature(Trigger).parameters)
         unknown = sorted(set(trigger) - set(known))
         if unknown:
@@ -502,7 +504,7 @@ class GradLoc:
             )
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
-            diagnose_into(report, self.token_band, self.seq_band)
+            diagnose_into(report, self.token_band, self.seq_band, self.clips_in)
         report.cause_name = cause_name(report, self.token_band)
         report.sentence = sentence(report, self.token_band, self.seq_band)
         return report

@@ -851,6 +851,7 @@ class RLVRTrainer(GRPOTrainer):
                 tau=args.gradloc_tau,
                 cooldown=args.gradloc_cooldown,
                 every_n_steps=args.gradloc_every,
+                clips_in="" if "token_clip" in vars(args) else "grpo_tokenclip.py",
             )
         if args.layer_clip:
             layer_clip = {

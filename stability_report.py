@@ -29,7 +29,7 @@ TROUBLES = (
     ("step_time", "extra computation and transfer", "smaller supports (--top_k), more --verifier_workers"),
     ("support/*", "a policy that left the sampled tokens, or a record of another sample", "--keep_sampling_mask; fewer updates a sampling"),
     ("mismatch/*", "engine settings or stale weights", "compare alignment.json; --rollout_dtype nearer to training's"),
-    ("omega/*", "training-inference mismatch", "--token_clip icepop, or the off-policy sequence mask"),
+    ("omega/*", "training-inference mismatch", "--token_clip icepop (grpo_tokenclip.py), or eq. 9's sequence mask (dsv32_stable.py)"),
     ("ratio/*", "too many updates a sampling", "--num_minibatches lower, or a smaller --learning_rate"),
     ("kl", "too weak a KL, or tokens far below the reference", "raise beta in control.yaml; unbiased_kl.clip_ratio"),
     ("entropy", "entropy collapse", "raise --epsilon_high, lower --learning_rate, or a higher --temperature"),
