@@ -143,6 +143,7 @@ def at_equal_time(runs, times):
 
 
 def async_(seeds, steps, out, jobs):
+    """Runs every staleness and writes tables and curves; the last table needs the seconds of `async_time`."""
     runs, _ = run_arms("async", ARMS, seeds, steps, out, jobs, recipe="minirl_async_r3", every=8)
     curves_by_group(runs, out)
     names, rows = rows_by_arm(runs, cells_of)

@@ -54,6 +54,7 @@ def table_rows(runs):
 
 
 def grpo_tokenclip(seeds, steps, out, jobs):
+    """Runs the three arms and writes table and curves."""
     runs, _ = run_arms("grpo_tokenclip", ARMS, seeds, steps, out, jobs)
     curves(runs, out / "curve.png")
     head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
@@ -73,6 +74,7 @@ def largest_spike(records):
 
 
 def gradloc(seeds, steps, out, jobs):
+    """Runs the ladder and writes its table, with what GradLoc said of the spikes, and the curves."""
     arms = {arm: [*STALE, *options] for arm, options in SPIKING_ARMS.items()}
     runs, work = run_arms("gradloc", arms, seeds, steps, out, jobs)
     for optimizer in ("SGD", "AdamW"):

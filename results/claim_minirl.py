@@ -118,6 +118,7 @@ def minirl_pairs(after):
 
 
 def minirl_report(claim, arms, seeds, steps, out, jobs):
+    """Runs arms and writes table and curves; of `minirl` also what clip and replay change, paired."""
     runs, _ = run_arms(claim, arms, seeds, steps, out, jobs, recipe="minirl_sync", every=8)
     curves_by_group(runs, out)
     names, rows = rows_by_arm(runs, minirl_cells)
@@ -131,8 +132,10 @@ def minirl_report(claim, arms, seeds, steps, out, jobs):
 
 
 def minirl(seeds, steps, out, jobs):
+    """The ablations, and the three cold starts."""
     minirl_report("minirl", MINIRL_ARMS | COLD_STARTS, seeds, steps, out, jobs)
 
 
 def minirl_push(seeds, steps, out, jobs):
+    """The same arms where they break."""
     minirl_report("minirl_push", MINIRL_PUSH, seeds, steps, out, jobs)
