@@ -38,13 +38,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-from layer_clip import layer_of
+from layer_clip import layer_of, wide
 
 # --- spectra ----------------------------------------------------------------------------------------------------------
-
-
-def _wide(device):
-    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def _work(x):
@@ -156,8 +152,8 @@ def _cholesky_factors(grams, loose):
 
 def _energies(grad):
     """Squared singular values of grad (..., m, n), falling, float64. Of the smaller Gram matrix: exact to 1e-15 of the largest."""
-    wide = grad.to(_wide(grad.device))
-    gram = wide.mT @ wide if wide.shape[-1] <= wide.shape[-2] else wide @ wide.mT
+    grad = grad.to(wide(grad.device))
+    gram = grad.mT @ grad if grad.shape[-1] <= grad.shape[-2] else grad @ grad.mT
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 
@@ -176,7 +172,7 @@ def spectral_stats(grad, top=32, levels=(0.5, 0.7, 0.9), exact=None, sketch=256)
     """
     if grad.dim() != 2:
         raise ValueError(f"grad of shape {tuple(grad.shape)}: spectral_stats takes one matrix (m, n)")
-    total = grad.to(_wide(grad.device)).square().sum().item()
+    total = grad.to(wide(grad.device)).square().sum().item()
     if not math.isfinite(total):
         raise ValueError(f"grad of shape {tuple(grad.shape)} holds a value that is not finite: it has no spectrum")
     exact = min(grad.shape) <= 2048 if exact is None else exact
@@ -268,6 +264,7 @@ class Ares(torch.optim.Optimizer):
         return self.param_groups[0]["skipped"]
 
     def add_param_group(self, param_group):
+        """As torch's; raises ValueError for an option out of range."""
         _check_options(self.defaults | param_group)
         super().add_param_group(param_group)
 
@@ -450,9 +447,8 @@ class _Member:
         self.half = p.dtype not in (torch.float32, torch.float64)
         self._start()
         grad = p.grad
-        if (
-            isinstance(grad, DTensor) and grad.placements != p.placements
-        ):  # tensor parallelism can leave a sum to be reduced
+        # tensor parallelism can leave a sum to be reduced
+        if isinstance(grad, DTensor) and grad.placements != p.placements:
             grad = grad.redistribute(placements=p.placements)
         self._grad = _own(grad)
         self.step = int(state["step"]) + 1  # on the host
@@ -591,9 +587,8 @@ class _Bucket:
         if not cold:  # a gradient of lower rank left columns without direction
             filler = _gaussian_once(n, basis.shape[-1], group["seed"], basis.device, basis.dtype)
             basis = torch.where(basis.square().sum(-2, keepdim=True) > 0.25, basis, filler)
-        seed = (
-            group["seed"] + 1_000_003 * first.step
-        )  # one draw a step for all matrices: their gradients differ, it need not
+        # one draw a step for all matrices: their gradients differ, it need not
+        seed = group["seed"] + 1_000_003 * first.step
         return _start(None if cold else basis, n, columns, group["oversample"], seed, basis)
 
     def broken(self):
@@ -607,8 +602,8 @@ class _Bucket:
         """
         self.right, self.mix = right, mix
         self.left = self.grad @ right  # (..., m, q)
-        wide, mix = self.left.to(_wide(right.device)), mix.to(_wide(right.device))
-        self.core = mix.mT @ _sum(wide.mT @ wide, self.rows) @ mix  # (..., q, q)
+        left, mix = self.left.to(wide(right.device)), mix.to(wide(right.device))
+        self.core = mix.mT @ _sum(left.mT @ left, self.rows) @ mix  # (..., q, q)
 
     def sketch_by_householder(self):
         right = self.start()

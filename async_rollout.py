@@ -67,10 +67,12 @@ class Group:
         return min(self.rollout.version)
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors of the group, its rollout as a dict."""
         return vars(self) | {"rollout": self.rollout and vars(self.rollout).copy()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
+        """The group that `state_dict` described."""
         return cls(**state | {"rollout": state["rollout"] and Rollout(**state["rollout"])})
 
 
@@ -117,6 +119,7 @@ class Buffer:
             return len(self._finished)
 
     def ask(self, groups: Iterable[Group]) -> None:
+        """The groups were asked for: `take` may wait for them."""
         with self._changed:
             self._asked += groups
 
@@ -554,6 +557,7 @@ class Ahead:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`; groups without a rollout are asked for again by the next `ask`."""
         groups = [Group.from_state(group) for group in state["groups"]]
         self.engine.buffer.ask(groups)
         self.engine.buffer.finish([group for group in groups if group.rollout is not None])
@@ -622,6 +626,7 @@ class AsyncConfig(RLVRConfig):
 
     @property
     def updates_per_sampling(self) -> int:
+        """Optimizer steps that one sampling feeds, U."""
         return self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps
 
 
@@ -760,16 +765,10 @@ class AsyncTrainer(RLVRTrainer):
             return super()._rollout(prompts, trainer)
         oldest = min(self._taken, key=lambda group: group.version)
         self._compare_weights(oldest.version, oldest.fingerprint)
-        rollout = join(self._taken)
-        self._sampled_routes = rollout.routes
-        self._take_support(rollout)
-        return {
-            "prompt_ids": rollout.prompt_ids,
-            "completion_ids": rollout.completion_ids,
-            "logprobs": rollout.rollout_logps,
-        }
+        return self._hand_over(join(self._taken))
 
     def score(self, model, inputs):
+        """RLVRTrainer's, with the staleness of every counted token as a metric."""
         batch = super().score(model, inputs)
         if self.model.training:
             versions = inputs["token_versions"] if "token_versions" in inputs else inputs["version"].unsqueeze(1)
@@ -780,12 +779,16 @@ class AsyncTrainer(RLVRTrainer):
     # resume -----------------------------------------------------------------------------------------------------------
 
     def settle(self):
-        self.ahead.settled()  # a failure of the engine ends the run at its next sampling, with this checkpoint behind it
+        """Waits until all that was asked for is sampled, or the engine has failed."""
+        # a failure ends the run at its next sampling, with this checkpoint behind it
+        self.ahead.settled()
 
     def recipe_state(self):
+        """The schedule and everything sampled ahead."""
         return self.ahead.state_dict()
 
     def load_recipe_state(self, state):
+        """The counterpart of `recipe_state`."""
         self.ahead.load_state_dict(state)
 
     def forget(self):
@@ -794,6 +797,7 @@ class AsyncTrainer(RLVRTrainer):
         self.engine.discard()
 
     def closing_rows(self):
+        """Draws timeline.png; its path, and who waits for whom."""
         path = Path(self.args.output_dir) / "timeline.png"
         with unless_full(path):
             self.timeline.draw(path)

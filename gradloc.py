@@ -138,13 +138,16 @@ class SpikeReport:
 
     @property
     def top1_share(self):
+        """Absolute share of the largest token, 0 without tokens."""
         return abs(self.tokens[0].share) if self.tokens else 0.0
 
     @property
     def top10_share(self):
+        """Sum of the absolute shares of the ten largest tokens."""
         return sum(abs(t.share) for t in self.tokens[:10])
 
     def to_dict(self):
+        """Plain values: one line of spikes.jsonl."""
         fields = {k: v for k, v in vars(self).items() if k != "page"}
         return fields | {
             "format": 1,
@@ -210,7 +213,7 @@ class Trigger:
         self.kind, self.tau, self.warmup, self.factor, self.ceiling, self.z = trigger, tau, warmup, factor, ceiling, z
         self.cooldown, self.every_n_steps = cooldown, every_n_steps
         self.norms = deque(maxlen=window)
-        self.level = 0.0  # the largest median so far
+        self.level = 0.0  # the largest median so far, fading
         self.seen = 0
         self.quiet = {"spike": 0, "non-finite": 0}  # steps left in which that kind is only counted
         self.suppressed = 0
@@ -255,12 +258,14 @@ class Trigger:
         return reason, threshold, median
 
     def state_dict(self):
+        """Plain numbers: all that the next decision depends on."""
         return {
             "norms": list(self.norms), "level": self.level, "seen": self.seen, "quiet": dict(self.quiet),
             "suppressed": self.suppressed,
         }  # fmt: skip
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.norms, self.level = deque(state["norms"], maxlen=self.norms.maxlen), state["level"]
         self.seen, self.suppressed, self.quiet = state["seen"], state["suppressed"], dict(state["quiet"])
 
@@ -278,13 +283,17 @@ class GradLoc:
     confirm        number of top tokens whose gradient is computed exactly, with norms per layer
     tolerance      largest certificate (relative gap) that `directional` may keep; beyond it `search` takes over
     budget         backward passes of a search
+    token_band, seq_band   omega of a token, rho of a sequence: outside they are a mismatch (TokenClip's, SeqClip's bands)
+    differentiation        of "directional": auto | jvp | finite_difference
+    quiet          True: no sentence on the console
+    clips_in       script that has the flags of TokenClip and SeqClip, named where one of them is the remedy
     trigger, tau, window, warmup, factor, ceiling, z, cooldown, every_n_steps: see Trigger
     Raises ValueError for an unknown method or aggregation.
     """
 
     def __init__(
         self, folder=None, method="directional", tokenizer=None, aggregation="token_mean", confirm=4, tolerance=0.05, budget=128,
-        token_band=(0.5, 5.0), seq_band=(0.995, 1.005), differentiation="auto", quiet=False, **trigger,
+        token_band=(0.5, 5.0), seq_band=(0.995, 1.005), differentiation="auto", quiet=False, clips_in="", **trigger,
     ):  # fmt: skip
         if method not in ("directional", "search"):
             raise ValueError(f"method={method!r} is unknown: use 'directional' or 'search'")
@@ -298,6 +307,7 @@ class GradLoc:
         self.method, self.tokenizer, self.aggregation = method, tokenizer, aggregation
         self.confirm, self.tolerance, self.budget = confirm, tolerance, budget
         self.token_band, self.seq_band, self.differentiation, self.quiet = token_band, seq_band, differentiation, quiet
+        self.clips_in = clips_in
         known = list(inspect.signature(Trigger).parameters)
         unknown = sorted(set(trigger) - set(known))
         if unknown:
@@ -455,9 +465,8 @@ class GradLoc:
                 report.page = None if page is None else str(page)
             if not self.quiet:
                 line = gradloc_report.visible(report.sentence)  # a token may hold control characters
-                tqdm.write(
-                    f"GradLoc: {line}" + (f"\n  {report.page}" if report.page else "")
-                )  # keeps progress bars whole
+                # write, not print: progress bars stay whole
+                tqdm.write(f"GradLoc: {line}" + (f"\n  {report.page}" if report.page else ""))
         return report
 
     def _explain(self, step, trigger):
@@ -495,7 +504,7 @@ class GradLoc:
             )
         self._describe(step, report, list(places), values, found)
         if not broken and step.norm > 0:
-            diagnose_into(report, self.token_band, self.seq_band)
+            diagnose_into(report, self.token_band, self.seq_band, self.clips_in)
         report.cause_name = cause_name(report, self.token_band)
         report.sentence = sentence(report, self.token_band, self.seq_band)
         return report
@@ -674,6 +683,7 @@ class GradLoc:
         }  # fmt: skip
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.trigger.load_state_dict(state["trigger"])
         self.layer_history = deque(state["layer_history"], maxlen=self.layer_history.maxlen)
         self.step, self.reports, self.spikes = state["step"], state["reports"], state["spikes"]
@@ -776,6 +786,7 @@ def _grouped(step, norms, label_of):
 
 
 def main(argv=None):
+    """`python gradloc.py view DIR`."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 2 or argv[0] != "view" or argv[1] in ("-h", "--help"):
         sys.exit(

@@ -164,8 +164,11 @@ def _advantage_outlier(sequences):
     return f"the advantage of the first listed sequence, {first:.3g}, is {abs(first) / median:.0f} times the others'"
 
 
-def diagnose_into(report, token_band, seq_band):
-    """Writes cause, evidence, what was not judged, and remedy into a SpikeReport."""
+def diagnose_into(report, token_band, seq_band, clips_in=""):
+    """Writes cause, evidence, what was not judged, and remedy into a SpikeReport.
+
+    clips_in: the script that has the flags of TokenClip and SeqClip, where the one that runs has not.
+    """
     tokens = [vars(t) for t in report.tokens]
     cause, report.evidence, report.not_judged = diagnose(tokens, report.sequences, report.layers, token_band, seq_band)
     outlier = _advantage_outlier(report.sequences)
@@ -173,6 +176,8 @@ def diagnose_into(report, token_band, seq_band):
         report.evidence.append(outlier)
     report.cause = cause
     report.remedy = STALE_REMEDY if cause_name(report, token_band) == STALE else REMEDIES[cause]
+    if clips_in and cause in ("A.1", "A.2"):
+        report.remedy += f" of {clips_in}"
     if report.trigger["reason"] == "every_n_steps":
         report.remedy = ""  # nothing to treat
 
@@ -207,9 +212,8 @@ def place_key(item):
 def sentence(report, token_band, seq_band):
     """The headline: who, where, why, and the flag that treats it."""
     head, many = f"step {report.step}: ", report.num_micro_batches > 1
-    t = (
-        max(report.tokens, key=lambda x: x.share) if report.tokens else None
-    )  # what the norm is made of, not what opposes it
+    # what the norm is made of, not what opposes it
+    t = max(report.tokens, key=lambda x: x.share) if report.tokens else None
     if report.cause == "N":
         text = head + report.evidence[0]
         return text + (f"; token {t.position} ({t.token!r}) of {_place(t, many)}" if t is not None else "")

@@ -113,10 +113,12 @@ class Call:
 
     @property
     def shape(self):
+        """(N, T) of the call's log-probs."""
         return tuple(self.outputs["logps"].shape)
 
     @property
     def mask(self):
+        """(N, T) bool: tokens that count; without a mask of the batch those whose log-prob the loss reads."""
         if self._mask is not None:
             return self._mask.bool()
         if "logps" not in self.weights:  # no backward reached it
@@ -269,6 +271,7 @@ class Step:
 
     @property
     def device(self):
+        """Where the parameters (of a sharded one this rank's part) lie."""
         return local(self.parameters[0]).device
 
     # vector-Jacobian products

@@ -53,11 +53,14 @@ class Attachment(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)  # before the callbacks that write the log down
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Builds LayerClip on the parameters that train, with the state of a checkpoint or of an earlier `train`.
+
+        Raises ValueError where that state is of other groups.
+        """
         self.checked = False  # a rollback leaves its step between the check and the update
         if self._clip_options is not None:  # now the parameters are those that train: FSDP2 has replaced the others
-            before = (
-                self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
-            )  # a second train() goes on
+            # a second train() goes on
+            before = self._clip_state if self.layer_clip is None else self.layer_clip.state_dict()
             self.layer_clip = LayerClip(self.trainer.model, **self._clip_options)
             if before is not None:
                 try:
@@ -66,6 +69,7 @@ class Attachment(TrainerCallback):
                     raise ValueError(f"{error} (--layer_clip_mode, --use_peft)") from error
 
     def state_dict(self):
+        """State of both parts, None for one that is off."""
         return {
             "gradloc": None if self.gradloc is None else self.gradloc.state_dict(),
             "layer_clip": None if self.layer_clip is None else self.layer_clip.state_dict(),
@@ -87,9 +91,8 @@ class Attachment(TrainerCallback):
         if used is not None and self.gradloc.calls:
             call = self.gradloc.calls[-1]
             call.batch = call.batch | {"routes": used}
-        if (
-            inputs.get("support") is not None and self.gradloc.calls
-        ):  # sets that sampling left over: part of the model's call
+        # sets that sampling left over: part of the model's call
+        if inputs.get("support") is not None and self.gradloc.calls:
             call = self.gradloc.calls[-1]
             call.batch = call.batch | {"support": inputs["support"], "first": call.offset}
         value = loss[0] if isinstance(loss, tuple) else loss
@@ -151,16 +154,19 @@ class Attachment(TrainerCallback):
             self.metrics.setdefault(name, []).append(value)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Checks, where clipping has not: a step without it is looked at all the same."""
         self._check()  # a trainer that did not ask accelerate for the norm
         self.checked = False
 
     def on_train_end(self, args, state, control, **kwargs):
+        """The run's index of spikes."""
         gradloc = self.gradloc
         if gradloc is not None and gradloc.folder is not None and gradloc.reports and state.is_world_process_zero:
             with contextlib.suppress(ValueError):  # no report could be written
                 gradloc_report.write_index(gradloc.folder)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Metrics of a trainer without a metric store of its own, means since the last log."""
         for name, values in self.metrics.items():
             logs[name] = state.log_history[-1][name] = sum(values) / len(values)  # the history holds a copy
         self.metrics.clear()

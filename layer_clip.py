@@ -78,7 +78,8 @@ def kind_of(name):
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _wide(device):
+def wide(device):
+    """The dtype that squares are summed in: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
@@ -112,11 +113,11 @@ def gradient_norms(parameters, grads):
     present = [grad for grad in grads if grad is not None]
     device = present[0].device if present else parameters[0].device
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in present) else torch.float32
-    squares = [torch.zeros((), dtype=_wide(device), device=device)] * len(parameters)
+    squares = [torch.zeros((), dtype=wide(device), device=device)] * len(parameters)
     for i, grad in enumerate(grads):
         if grad is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-            squares[i] = norm.to(device, _wide(device)).square()
+            squares[i] = norm.to(device, wide(device)).square()
     sharded = {}  # keyed by the parameter, not its gradient, which one rank alone may lack: the ranks' calls must match
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
@@ -138,7 +139,7 @@ def group_norms(norms, groups, num_groups):
     """
     groups = torch.as_tensor(groups, device=norms.device)
     member = groups.unsqueeze(0) == torch.arange(num_groups, device=norms.device).unsqueeze(1)
-    squares = norms.to(_wide(norms.device)).square()
+    squares = norms.to(wide(norms.device)).square()
     return torch.where(member, squares, 0.0).sum(1).sqrt().to(norms.dtype)
 
 

@@ -73,9 +73,7 @@ def make_optimizer(model, args):
     if args.optim_method == "rmsprop":
         return torch.optim.RMSprop(groups, lr=lr, momentum=args.momentum or 0.0)
     stack = next((name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 2), None)
-    if (
-        stack is not None
-    ):  # the package's Muon would flatten all experts into one matrix, its GaLore leave them to Adam
+    if stack is not None:  # the package's Muon would make one matrix of all experts, its GaLore leave them to Adam
         raise ValueError(
             f"--optim_method {args.optim_method} is defined for matrices, and {stack} is a stack of experts: use ares or adamw"
         )
@@ -91,15 +89,8 @@ def make_optimizer(model, args):
                 {"params": bare, "weight_decay": 0.0, **rest},
             ]
         )  # fmt: skip
-    torch.serialization.add_safe_globals(
-        [GaLoreProjector]
-    )  # it is part of the optimizer's state, which resuming reads
-    low_rank = {
-        "rank": rank,
-        "update_proj_gap": args.galore_gap,
-        "scale": args.galore_scale,
-        "projection_type": "std",
-    }
+    torch.serialization.add_safe_globals([GaLoreProjector])  # part of the optimizer's state, which resuming reads
+    low_rank = {"rank": rank, "update_proj_gap": args.galore_gap, "scale": args.galore_scale, "projection_type": "std"}
     return pytorch_optimizer.GaLore(
         [
             {"params": matrices, "weight_decay": decay, **low_rank},

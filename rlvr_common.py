@@ -326,8 +326,8 @@ HINTS = {
     "loss_type": "choose with --aggregation",
     "epsilon": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
     "epsilon_high": "the ratio clip belongs to losses on the ratio; --token_clip icepop has none",
-    "vllm_importance_sampling_correction": "the recipe's own --token_clip corrects the mismatch",
-    "importance_sampling_level": "sequence ratios are the business of --seq_clip_low / --seq_clip_high",
+    "vllm_importance_sampling_correction": "the recipe's own loss corrects the mismatch",
+    "importance_sampling_level": "of sequences: --seq_clip_low / --seq_clip_high of grpo_tokenclip.py, rloo of ares_dapo.py",
     "off_policy_mask_threshold": "this mask belongs to the DeepSeek-V3.2 recipe",
 }
 
@@ -402,7 +402,7 @@ class RLVRConfig(GRPOConfig):
     # TRL options whose default differs here
     bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; unset = where the GPU has it"})
     scale_rewards: str = field(default="none", metadata={"help": "divide advantages by a deviation: none|group|batch"})
-    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: see --token_clip"})
+    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "refused: our losses do it"})
     loss_type: str = field(default="unused", metadata={"help": "refused: see --aggregation"})
     disable_dropout: bool = field(
         default=True,
@@ -855,6 +855,7 @@ class RLVRTrainer(GRPOTrainer):
                 tau=args.gradloc_tau,
                 cooldown=args.gradloc_cooldown,
                 every_n_steps=args.gradloc_every,
+                clips_in="" if "token_clip" in vars(args) else "grpo_tokenclip.py",
             )
         if args.layer_clip:
             layer_clip = {
@@ -892,9 +893,8 @@ class RLVRTrainer(GRPOTrainer):
     def controls(self):
         """{name: Control}: what control.yaml and --guard_on_rollback may change. A recipe adds its own."""
         controls = {
-            "learning_rate_scale": Control(
-                lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)
-            ),  # 0 could not be undone
+            # above 0, which could not be undone
+            "learning_rate_scale": Control(lambda: self._lr_scale, self._set_lr_scale, number(1e-6, 100)),
             "max_grad_norm": Control(
                 lambda: self.args.max_grad_norm, lambda v: setattr(self.args, "max_grad_norm", v), number(0)
             ),
@@ -951,6 +951,10 @@ class RLVRTrainer(GRPOTrainer):
             batch_size=self.args.rollout_batch_size,
             sequence_ids=range(first, first + len(prompts)),
         )
+        return self._hand_over(rollout)
+
+    def _hand_over(self, rollout):
+        """What TRL's rollout_func returns of a rollout; what TRL does not carry (routes, sampling masks) is kept for the batch."""
         self._sampled_routes = rollout.routes
         self._take_support(rollout)
         return {
@@ -1015,9 +1019,8 @@ class RLVRTrainer(GRPOTrainer):
             )
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(
-            inputs, prompts, completions, completion_ids_list
-        )  # all ranks, (N, funcs)
+        # (N, functions), of all ranks
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), math.nan)
         return rewards
@@ -1069,8 +1072,8 @@ class RLVRTrainer(GRPOTrainer):
         routes = self._sampled_routes
         if routes is None:
             raise RuntimeError(
-                "--routing_replay r3 is on but the sampling brought no routes: whatever replaces _rollout must set "
-                "_sampled_routes"
+                "--routing_replay r3 is on but the sampling brought no routes: whatever replaces _rollout must end with "
+                "_hand_over"
             )
         if self.mask_truncated_completions:  # TRL hides such a completion even from attention: its prompt's rows stay
             routes = [rows[:count] for rows, count in zip(routes, tokens.sum(1).tolist(), strict=True)]
@@ -1120,7 +1123,7 @@ class RLVRTrainer(GRPOTrainer):
         self._routes, self._support = inputs.get(replay), inputs.get("support")
         if self.args.keep_sampling_mask and self._support is None:
             raise RuntimeError(
-                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must call _take_support"
+                "--keep_sampling_mask is on but the batch carries no support: whatever replaces _rollout must end with _hand_over"
             )
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
@@ -1322,6 +1325,7 @@ class RLVRTrainer(GRPOTrainer):
             self._broken.add(name)
 
     def create_optimizer(self, model=None):
+        """The one of --optim_method, or the Trainer's own."""
         if self.args.optim_method is None:
             return super().create_optimizer(model)
         if self.optimizer is None:
@@ -1476,9 +1480,7 @@ class RLVRTrainer(GRPOTrainer):
 
     def _init_training_state(self, max_steps, *args):
         places = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(
-            self.args, max_steps
-        )  # the checkpoint's --save_steps and --logging_steps do not count
+        self.state.compute_steps(self.args, max_steps)  # not the checkpoint's --save_steps and --logging_steps
         return places
 
     def check_checkpoint(self, checkpoint):
@@ -1609,6 +1611,7 @@ class HeldOut(TrainerCallback):
         self.trainer, self.rows = trainer, rows
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Evaluates when a step of --eval_every is over, the last one excepted: `run` evaluates after it."""
         if args.eval_every and state.global_step % args.eval_every == 0 and state.global_step < state.max_steps:
             result = self.trainer.held_out_accuracy(self.rows, args.eval_samples)
             for name in ("accuracy", "stderr"):

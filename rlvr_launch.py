@@ -70,7 +70,7 @@ SHORT_HELP = {  # of inherited options whose own help runs over several lines
     "min_p": "of sampling: drop tokens below this share of the likeliest one's probability; unset = none",
     "save_total_limit": "checkpoints kept; unset = all",
     "vllm_server_base_url": "address of the server of --engine vllm; unset = http://127.0.0.1:8000",
-    "model_name_or_path": "tiny, a folder, a .gguf file, or a hub id",
+    "model_name_or_path": MODEL_NAMES,
     "use_peft": "train LoRA adapters",
     "lora_r": "rank of the adapters",
 }
@@ -88,13 +88,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return f"usage: accelerate launch {Path(self._prog).name} [--config FILE.yaml] [options]\n\n"
 
     def _format_action_invocation(self, action):
-        return action.option_strings[0] if action.dest != "help" else "--help, -h, --help_all"
+        return ", ".join(action.option_strings if action.dest == "help" else action.option_strings[:1])
 
 
 class Parser(TrlParser):
     """TrlParser that raises ValueError, one sentence, where argparse prints its usage and ends the program."""
 
     def error(self, message):
+        """Raises ValueError that names flag, value and what it must be."""
         found = re.fullmatch(r"argument (--\w+)\S*: (?:invalid (\w+) value: '(.*)'|(.*))", message, re.DOTALL)
         if found is None:
             raise ValueError(message)
@@ -117,15 +118,34 @@ def make_parser(config_class, doc, show_all=False, default=TINY_CONFIG):
     own = set(config_class.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__) | set(
         config_class.__annotations__
     )
+    hide_options(parser, None if show_all else own | COMMON_OPTIONS)
     replaced = yaml.safe_load(default.read_text())
     for action in parser._actions:
-        negation = action.option_strings[0] == f"--no_{action.dest}"  # of a flag; --no_is is a flag of its own
-        if negation or not show_all and action.dest not in own | COMMON_OPTIONS | {"help"}:
-            action.help = argparse.SUPPRESS
-        elif action.dest in SHORT_HELP and not show_all:
+        if action.dest in SHORT_HELP and not show_all and action.help != argparse.SUPPRESS:
             action.help = SHORT_HELP[action.dest]
         if replaced.get(action.dest, action.default) != action.default and action.help != argparse.SUPPRESS:
             action.help = f"{action.help} (default: %(default)s; {default.name}: {replaced[action.dest]})"
+    return parser
+
+
+def hide_options(parser, shown):
+    """Leave out of the help what is not in `shown` (None: nothing), and `--no_x` of a flag x, for which `--x false` stands."""
+    for action in parser._actions:
+        negation = action.option_strings[0] == f"--no_{action.dest}"  # --no_is is a flag of its own
+        if negation or shown is not None and action.dest not in shown | {"help"}:
+            action.help = argparse.SUPPRESS
+
+
+def make_small_parser(config_class, doc, show_all=False):
+    """Parser over config_class alone, for a script without a policy to train; help shows the options that the class itself names.
+
+    Its `--help` ends the program. Unknown words come back with return_remaining_strings: see `refuse_unknown`.
+    """
+    parser = Parser(config_class, description=doc, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--help", "-h", "--help_all", action="help", help="this text; --help_all: inherited options too"
+    )
+    hide_options(parser, None if show_all else set(config_class.__annotations__))
     return parser
 
 

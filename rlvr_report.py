@@ -347,6 +347,7 @@ class RunReport(TrainerCallback):
         trainer.add_callback(self)
 
     def write(self, record):
+        """Appends one line to metrics.jsonl."""
         self.records.write(record)
 
     def means(self):
@@ -362,6 +363,7 @@ class RunReport(TrainerCallback):
                 yield f"{short} -"
 
     def draw(self):
+        """Draws curve.png anew from metrics.jsonl."""
         if not self.metrics_path.exists():
             return  # fewer steps than --logging_steps
         with unless_full(self.curve_path):
@@ -369,6 +371,7 @@ class RunReport(TrainerCallback):
         self.drawn_at = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Opens the bar; after a resume, or a rollback, drops the lines of steps that are about to be done again."""
         if not state.is_world_process_zero:
             return
         self.records.cut(state.global_step)
@@ -384,10 +387,12 @@ class RunReport(TrainerCallback):
         )  # fmt: skip
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Moves the bar."""
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Writes the record, and a line of means twelve times a run; redraws the curve once a minute."""
         if self.bar is None or "train_runtime" in logs:
             return
         record = {"step": state.global_step, **{k: v for k, v in logs.items() if k != "total_flos"}}
@@ -420,6 +425,7 @@ class RunReport(TrainerCallback):
             self.rewards = None
 
     def on_train_end(self, args, state, control, **kwargs):
+        """See `stop`."""
         self.stop()
 
     def stop(self):
@@ -496,6 +502,7 @@ def _accuracy(record, last=0):
 
 
 def main(argv=None):
+    """`python rlvr_report.py compare RUN_DIR RUN_DIR`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     output = "compare.png"
     if "--output" in argv[:-1]:

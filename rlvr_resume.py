@@ -64,9 +64,8 @@ def let_go(folder=None, remove=False):
 
 # --- what a checkpoint was made with ------------------------------------------------------------------------------------
 
-SETTINGS = (
-    "settings.json"  # in each checkpoint: {"settings": {flag: value}, "controls": {name: value changed while it ran}}
-)
+# in each checkpoint: {"settings": {flag: value}, "controls": {name: value changed while it ran}}
+SETTINGS = "settings.json"
 
 # Sit in the optimizer's param_groups, or choose the optimizer: a checkpoint brings its own.
 OPTIMIZER_FLAGS = {

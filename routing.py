@@ -217,12 +217,6 @@ def routing_agreement(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> f
     return float(equal.sum() / counted.sum())
 
 
-def routing_agreement_per_layer(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> list[float]:
-    """`routing_agreement` of each of the L layers; NaN for a layer without recorded rows."""
-    equal, counted = agreeing_rows(a, b, mask)
-    return (equal / counted).tolist()
-
-
 # ---------------------------------------------------------------- finding the routers
 
 
@@ -612,6 +606,7 @@ class Replay(_Context):
             tap.table = table
 
     def count(self, layer: int) -> None:
+        """A tap replayed this layer's rows once."""
         self.replayed += self._rows[layer]
         self._ran[layer] = True
 

@@ -72,9 +72,8 @@ def gradient_spectra(model, top=32):
         if not matrices.isfinite().all():
             out[name] = None
             continue
-        parts = [
-            spectral_stats(matrix, top, LEVELS) for matrix in matrices if matrix.any()
-        ]  # an expert that no token chose
+        # of a stack without the experts that no token chose
+        parts = [spectral_stats(matrix, top, LEVELS) for matrix in matrices if matrix.any()]
         if parts:
             out[name] = {key.replace("@", "_"): sum(part[key] for part in parts) / len(parts) for key in parts[0]}
     return out
@@ -136,15 +135,18 @@ class SpectralMonitor(TrainerCallback):
             self.lines.write({"step": step, "top": self.top, "matrices": {k: _line(v) for k, v in spectra.items()}})
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """After a resume, or a rollback, drops the lines of steps that are about to be done again."""
         self.looked = False  # a rollback leaves its step between the look and the update
         if state.is_world_process_zero:
             self.lines.cut(state.global_step)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Looks, where clipping has not: a step without it is looked at all the same."""
         self._look()  # a trainer that did not ask accelerate for the norm
         self.looked = False
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Draws spectral.png."""
         if state.is_world_process_zero and self.path.exists():
             with unless_full(self.figure):
                 plot_spectra({self.path.parent.name: [read_spectra(self.path)]}, self.figure)

@@ -226,6 +226,7 @@ class Watch:
         return events
 
     def state_dict(self):
+        """Plain numbers: all that the next judgement depends on."""
         return {
             "history": {metric: list(past) for metric, past in self.history.items()},
             "streaks": [[rule, metric, streak] for (rule, metric), streak in self.streaks.items() if streak],
@@ -234,6 +235,7 @@ class Watch:
         }  # fmt: skip
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.history = {metric: deque(past, maxlen=WINDOW) for metric, past in state["history"].items()}
         self.streaks = {(rule, metric): streak for rule, metric, streak in state["streaks"]}
         self.rewards = deque(state["rewards"], maxlen=10)
@@ -568,6 +570,7 @@ class StabilityGuard(TrainerCallback):
     # state ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self):
+        """What a checkpoint keeps; what must outlive a rollback is in guard.json."""
         return {
             "watch": self.watch.state_dict(),
             "stages": None if self.stages is None else self.stages.state_dict(),
@@ -576,6 +579,7 @@ class StabilityGuard(TrainerCallback):
         }
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.watch.load_state_dict(state["watch"])
         if self.stages is not None and state["stages"] is not None:
             self.stages.load_state_dict(state["stages"])
@@ -598,6 +602,7 @@ class StabilityGuard(TrainerCallback):
     # the trainer's hooks ----------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Takes up ledger and control file; at the start of a run also the disk, the alignment and, for rollback, checkpoint-0."""
         trainer = self.trainer
         if state.global_step and not self.ledger["good"] and (self.folder / LEDGER).exists():  # a resumed run
             self.ledger = read_ledger(self.folder / LEDGER)
@@ -651,6 +656,7 @@ class StabilityGuard(TrainerCallback):
         }  # fmt: skip
 
     def on_step_begin(self, args, state, control, **kwargs):
+        """Reads control.yaml."""
         self._read_control()
 
     def _read_control(self):
@@ -677,6 +683,7 @@ class StabilityGuard(TrainerCallback):
         return norm
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Drops the gradient of a step that is to be made without an update; else notes the weights."""
         if state.global_step + 1 in self.ledger["skip"]:
             for p in self.trainer.model.parameters():
                 p.grad = None  # an optimizer passes over weights without a gradient: no decay, no momentum either
@@ -685,6 +692,7 @@ class StabilityGuard(TrainerCallback):
         self._before = self._sampled_weights()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
+        """Measures how far the update moved the weights."""
         if self._before is None:
             return
         after = self._sampled_weights()
@@ -704,14 +712,14 @@ class StabilityGuard(TrainerCallback):
         trained = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
         sizes = [p.numel() for p in trained]
         stride = max(1, sum(sizes) // self.sampled)
-        starts = [
-            -sum(sizes[:i]) % stride for i in range(len(sizes))
-        ]  # the spacing runs on from one tensor to the next
+        # the spacing runs on from one tensor to the next
+        starts = [-sum(sizes[:i]) % stride for i in range(len(sizes))]
         return [
             (p.detach().reshape(-1)[start::stride].clone(), stride) for p, start in zip(trained, starts, strict=True)
         ]
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Judges the step. Raises GuardHalt or RollBack on a critical alarm, by mode."""
         step = state.global_step
         if step in self.ledger["skip"]:
             self._tell(
@@ -846,6 +854,7 @@ class StabilityGuard(TrainerCallback):
             )
 
     def on_save(self, args, state, control, **kwargs):
+        """Writes the manifest of a complete checkpoint, which now waits to become good."""
         checkpoint = self.folder / f"checkpoint-{state.global_step}"
         if not checkpoint.exists():
             return  # it could not be written, and an event says so
@@ -878,6 +887,7 @@ class StabilityGuard(TrainerCallback):
         return bool(failed)
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Waits for the hooks."""
         self.alerts.wait()
 
     # checkpoints ------------------------------------------------------------------------------------------------------
@@ -1053,6 +1063,7 @@ def rotate(trainer, folder, limit):
 
 
 def main(argv=None):
+    """`python stability.py report RUN_DIR`."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 2 or argv[0] != "report" or argv[1] in ("-h", "--help"):
         sys.exit("usage: python stability.py report RUN_DIR     writes RUN_DIR/acceptance.md and acceptance.html")

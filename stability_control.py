@@ -168,17 +168,19 @@ def parse_stages(text):
 
 
 class Stages:
-    """Which stage a run is in. A stage lasts its steps, and as many again for as long as a core metric was out of range."""
+    """Which stage a run is in. A stage lasts until so many steps in a row, as many as it names, had no alarm."""
 
     def __init__(self, stages):
         self.stages, self.index, self.healthy = stages, 0, 0  # healthy: steps in a row without an alarm
 
     @property
     def name(self):
+        """Of the stage in force."""
         return self.stages[self.index][0]
 
     @property
     def share(self):
+        """Of prompts and of completion length that it uses."""
         return SHARES[self.name]
 
     def step(self, healthy):
@@ -191,9 +193,11 @@ class Stages:
         return None
 
     def state_dict(self):
+        """Place in the stages and healthy steps so far."""
         return {"index": self.index, "healthy": self.healthy}
 
     def load_state_dict(self, state):
+        """The counterpart of `state_dict`."""
         self.index, self.healthy = state["index"], state["healthy"]
 
 

@@ -29,7 +29,7 @@ TROUBLES = (
     ("step_time", "extra computation and transfer", "smaller supports (--top_k), more --verifier_workers"),
     ("support/*", "a policy that left the sampled tokens, or a record of another sample", "--keep_sampling_mask; fewer updates a sampling"),
     ("mismatch/*", "engine settings or stale weights", "compare alignment.json; --rollout_dtype nearer to training's"),
-    ("omega/*", "training-inference mismatch", "--token_clip icepop, or the off-policy sequence mask"),
+    ("omega/*", "training-inference mismatch", "--token_clip icepop (grpo_tokenclip.py), or eq. 9's sequence mask (dsv32_stable.py)"),
     ("ratio/*", "too many updates a sampling", "--num_minibatches lower, or a smaller --learning_rate"),
     ("kl", "too weak a KL, or tokens far below the reference", "raise beta in control.yaml; unbiased_kl.clip_ratio"),
     ("entropy", "entropy collapse", "raise --epsilon_high, lower --learning_rate, or a higher --temperature"),
@@ -66,6 +66,8 @@ def glossary():
 
 @dataclass
 class Line:
+    """One line of the checklist."""
+
     section: str
     text: str
     measured: str
@@ -97,6 +99,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def values(self, metric):
+        """The finite values of a metric, step by step."""
         return [r[metric] for r in self.records if isinstance(r.get(metric), float) and math.isfinite(r[metric])]
 
     def broken(self):
@@ -107,6 +110,7 @@ class Run:
         ]  # fmt: skip
 
     def alarms(self, *patterns, levels=("critical",)):
+        """Alarms about metrics that match a pattern, those of steps that were rolled back left out."""
         skip = {step for back in self.ledger.get("rollbacks", []) for step in range(back["skip"][0], back["at"] + 1)}
         return [
             e for e in self.events
@@ -115,6 +119,7 @@ class Run:
         ]  # fmt: skip
 
     def named(self, kind):
+        """Events of one kind."""
         return [e for e in self.events if e.get("kind") == kind]
 
 

@@ -125,12 +125,15 @@ class Server:
             raise WireError(f"{self.url}{path} answers no JSON: {answer.text[:100]!r}") from error
 
     def get(self, path: str, **options: Any) -> Any:
+        """See `call`."""
         return self.call("GET", path, **options)
 
     def post(self, path: str, **options: Any) -> Any:
+        """See `call`."""
         return self.call("POST", path, **options)
 
     def alive(self) -> bool:
+        """Does it answer within five seconds?"""
         try:
             self.get("/health", timeout_s=5.0)
         except (ServerGone, ServerBusy):
@@ -138,6 +141,7 @@ class Server:
         return True
 
     def label(self) -> str:
+        """The weight version that it says it has."""
         return self.get("/weight_info")["weight_version"]
 
 
@@ -165,6 +169,7 @@ class DiskTransfer:
         self.server, self.folder = server, Path(folder).absolute()
 
     def send(self, weights: Weights, label: str) -> None:
+        """Writes a whole checkpoint, then has the server load it. The one before is deleted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"weights-{label}"
         shutil.rmtree(target, ignore_errors=True)
@@ -180,6 +185,7 @@ class DiskTransfer:
         self.load(target)
 
     def load(self, target: Path) -> None:
+        """Has the server load a checkpoint folder."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
         self.server.post("/collective_rpc", json=body)
 
@@ -191,6 +197,7 @@ class NCCLTransfer:
         self.server, self.device, self.client = server, device, None
 
     def send(self, weights: Weights, label: str) -> None:
+        """Broadcasts every tensor; the first call joins the group."""
         # Here, as it looks for vllm, which is installed beside TRL on GPU machines only.
         from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
@@ -206,6 +213,7 @@ class NCCLTransfer:
         self.client.send_weights((name, tensor.to(self.device)) for name, tensor in tensors.items())
 
     def close(self) -> None:
+        """Leaves the group."""
         if self.client is not None:
             self.client.destroy()
 
@@ -356,9 +364,8 @@ class VLLMEngine:
                 "it without --return-sampling-mask, or train with --keep_sampling_mask"
             )
         if config and self.pushes:
-            self.server.post(
-                "/resume"
-            )  # a run that was killed in a push has left it paused: requests would wait for ever
+            # a run that was killed in a push has left it paused: requests would wait for ever
+            self.server.post("/resume")
         # top_k: a server that records sampling masks takes no request without
         body = {"token_ids": self.probe_ids[:4], "sampling_params": {"max_tokens": 1, "logprobs": 0, "top_k": 1}}
         try:

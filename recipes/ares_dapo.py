@@ -276,11 +276,8 @@ class AresDAPOTrainer(RLVRTrainer):
         wanted = len(inputs) // g
         rows, sampled, mixed, rounds = inputs[::g], 0, 0, 0
         while rounds < self.args.max_sampling_rounds:
-            missing = (
-                self.accelerator.gather(torch.tensor([wanted - len(kept)], device=self.accelerator.device))
-                .max()
-                .item()
-            )
+            lacking = torch.tensor([wanted - len(kept)], device=self.accelerator.device)
+            missing = self.accelerator.gather(lacking).max().item()
             if missing == 0:
                 break
             rows = rows if rounds == 0 else self._new_rows(missing)
@@ -319,9 +316,8 @@ class AresDAPOTrainer(RLVRTrainer):
         return output
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._parts = super()._calculate_rewards(
-            inputs, prompts, completions, completion_ids_list
-        )  # all ranks, (N, K)
+        # (N, K), of all ranks
+        self._parts = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards[self._parts[:, 0].isnan()] = torch.nan  # a length alone is no reward
         return self._parts
 
@@ -351,23 +347,16 @@ class AresDAPOTrainer(RLVRTrainer):
         return mask
 
     def _compute_loss(self, model, inputs):
+        # log-probs of the training engine; old_logps equals logps while one sampling feeds one update
         args, batch = self.args, self.score(model, inputs)
-        logps, old_logps, mask, advantages = (
-            batch.logps,
-            batch.old_logps,
-            batch.mask,
-            batch.advantages,
-        )  # (N, T) but (N, 1)
+        logps, old_logps = batch.logps, batch.old_logps  # (N, T)
+        mask, advantages = batch.mask, batch.advantages  # (N, T), (N, 1)
         if args.mode == "sft":
             loss = -logps
         else:
-            if args.algorithm == "rloo":  # one log-prob a sequence, zero outside the mask
-                logps, old_logps, mask = (
-                    logps.sum(1, True),
-                    old_logps.sum(1, True),
-                    mask.any(1, keepdim=True),
-                )  # (N, 1)
-            loss = ppo_clip_loss(logps, old_logps, advantages, self.epsilon_low, self.epsilon_high)
+            if args.algorithm == "rloo":  # one log-prob a sequence, (N, 1): they are zero outside the mask
+                logps, old_logps, mask = logps.sum(1, True), old_logps.sum(1, True), mask.any(1, keepdim=True)
+            loss = ppo_clip_loss(logps, old_logps, advantages, self.epsilon_low, self.epsilon_high)  # (N, T)
             ratio = (logps - old_logps).detach().exp()
             above, below = ratio > 1 + self.epsilon_high, ratio < 1 - self.epsilon_low
             self.track("ppo_clip/frac", ((advantages > 0) & above | (advantages < 0) & below).float(), mask)

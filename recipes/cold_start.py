@@ -16,14 +16,14 @@ MoE     accelerate launch recipes/cold_start.py --architecture qwen3_moe       (
 Remake  accelerate launch recipes/cold_start.py --output_dir tiny/qwen3         (overwrites the shipped checkpoint)
 Expect  loss 6 -> below 0.1 in the first stage (held-out accuracy 73 %); at the end 37 % at temperature 1, 50 % greedy
 Watch   a loss that stalls above 1 has not learned to copy digits: more steps, or a higher learning rate
-Knobs   max_steps, lazy_steps, lazy, learning_rate, per_device_train_batch_size, style, seed
+Knobs   --max_steps, --lazy_steps, --lazy, --learning_rate, --per_device_train_batch_size, --style, --seed
 """
 
 import dataclasses
 import json
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from gradloc import GradLoc  # noqa: E402
-from rlvr_launch import Parser, leave, one_sentence  # noqa: E402
+from rlvr_launch import leave, make_small_parser, one_sentence, refuse_unknown  # noqa: E402
 from tiny.tasks import KINDS, LEVELS, STYLES, is_right, make_rows  # noqa: E402
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -68,42 +68,61 @@ CHAT_TEMPLATE = """\
 
 @dataclass
 class ColdStartConfig(SFTConfig):
-    output_dir: str = "runs/cold_start"
-    rows: int = 4800  # different problems in one round of training data
-    copies: int = 12  # rounds of the first stage: new problems where a kind has more of them
-    style: str = "steps"  # how the teacher solves: steps | split | words
-    lazy: float = 0.42  # second stage: share of answers that are guesses
-    slip: float = 0.0  # second stage: share of the other answers with one wrong step
-    lazy_steps: int = 100  # optimizer steps of the second stage; 0 = none
-    lazy_learning_rate: float = 3e-4  # low: the arithmetic must survive
-    vocab_size: int = 384  # upper bound; training stops earlier when no pair is left to merge
-    architecture: str = "qwen3"  # qwen3 | qwen3_moe
-    num_experts: int = 8  # of qwen3_moe; two answer each token
-    hidden_size: int = 96
-    num_layers: int = 4
-    heldout_rows: int = 480  # 20 of each kind and level
-    gradloc: str = "off"  # explain gradient spikes, into output_dir/gradloc: off | directional | search
+    """SFTConfig plus the teacher, the model and the second stage. A CPU is taken where there is no accelerator."""
 
-    seed: int = 0
-    max_steps: int = 2200
-    per_device_train_batch_size: int = 64
-    learning_rate: float = 4e-3
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: float = 50
-    weight_decay: float = 0.1
-    adam_beta2: float = 0.999
-    train_sampling_strategy: str = "sequential"  # `in_batches` has shuffled
-    max_grad_norm: float = 1.0
-    logging_steps: float = 50
-    save_strategy: str = "no"
-    report_to: str = "none"
-    activation_checkpointing: bool = False  # TRL turns it on: it saves memory, and here time is what is short
+    output_dir: str = field(default="runs/cold_start", metadata={"help": "where the checkpoint is written"})
+    rows: int = field(default=4800, metadata={"help": "different problems in one round of training data"})
+    copies: int = field(
+        default=12, metadata={"help": "rounds of the first stage: new problems where a kind has more of them"}
+    )
+    style: str = field(default="steps", metadata={"help": f"how the teacher solves: {' | '.join(STYLES)}"})
+    lazy: float = field(default=0.42, metadata={"help": "second stage: share of answers that are guesses"})
+    slip: float = field(default=0.0, metadata={"help": "second stage: share of the other answers with one wrong step"})
+    lazy_steps: int = field(default=100, metadata={"help": "optimizer steps of the second stage; 0 = none"})
+    lazy_learning_rate: float = field(
+        default=3e-4, metadata={"help": "of the second stage; low, because the arithmetic must survive"}
+    )
+    vocab_size: int = field(default=384, metadata={"help": "tokens at most; fewer where no pair is left to merge"})
+    architecture: str = field(default="qwen3", metadata={"help": "qwen3 | qwen3_moe"})
+    num_experts: int = field(default=8, metadata={"help": "of qwen3_moe, in each layer; two answer each token"})
+    hidden_size: int = field(default=96, metadata={"help": "width of the model"})
+    num_layers: int = field(default=4, metadata={"help": "decoder layers"})
+    heldout_rows: int = field(
+        default=480, metadata={"help": "held-out problems at the end; 480 = 20 of each kind and level"}
+    )
+    gradloc: str = field(
+        default="off",
+        metadata={"help": "explain gradient spikes, into output_dir/gradloc: off | directional | search"},
+    )
+
+    seed: int = field(default=0, metadata={"help": "of the data, its order and the initial weights"})
+    max_steps: int = field(default=2200, metadata={"help": "optimizer steps of the first stage"})
+    per_device_train_batch_size: int = field(default=64, metadata={"help": "solutions of one step on one device"})
+    learning_rate: float = field(default=4e-3, metadata={"help": "of the first stage"})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "cosine, linear, constant, ..."})
+    warmup_steps: float = field(
+        default=50, metadata={"help": "steps of linear warm-up; below 1: a share of all steps"}
+    )
+    weight_decay: float = field(default=0.1, metadata={"help": "of AdamW"})
+    adam_beta2: float = field(default=0.999, metadata={"help": "of AdamW"})
+    train_sampling_strategy: str = field(
+        default="sequential", metadata={"help": "order of the rows, which are shuffled already"}
+    )
+    max_grad_norm: float = field(default=1.0, metadata={"help": "global gradient clipping; 0 = off"})
+    logging_steps: float = field(default=50, metadata={"help": "optimizer steps between two printed losses"})
+    save_strategy: str = field(default="no", metadata={"help": "no | steps: checkpoints on the way"})
+    report_to: str = field(default="none", metadata={"help": "trackio, wandb, tensorboard, none"})
+    activation_checkpointing: bool = field(
+        default=False, metadata={"help": "saves memory; TRL turns it on, but here time is what is short"}
+    )
 
     def __post_init__(self):
         if not torch.accelerator.is_available():
             self.use_cpu, self.bf16 = True, False  # TRL's bf16 default ends the run where there is no GPU
         if self.gradloc not in ("off", "directional", "search"):
             raise ValueError(f"--gradloc {self.gradloc} is unknown: use off, directional or search")
+        if self.style not in STYLES:
+            raise ValueError(f"--style {self.style} is unknown: use one of {', '.join(STYLES)}")
         if self.architecture not in ("qwen3", "qwen3_moe"):
             raise ValueError(f"--architecture {self.architecture} is unknown: use qwen3 or qwen3_moe")
         super().__post_init__()
@@ -264,8 +283,10 @@ def train(model, args, rows, tokenizer):
 
 
 def main():
+    parser = make_small_parser(ColdStartConfig, __doc__, show_all="--help_all" in sys.argv)
     with one_sentence():
-        (args,) = Parser(ColdStartConfig).parse_args_and_config()
+        args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
+        refuse_unknown(unknown, ColdStartConfig)
     set_seed(args.seed)
     tokenizer = make_tokenizer(args.vocab_size)
     model = make_model(args, tokenizer)

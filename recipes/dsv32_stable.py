@@ -65,6 +65,8 @@ from stability_control import Control, number, parse_schedule, read_yaml, schedu
 
 @dataclass
 class UnbiasedKL:
+    """Eq. 7. enabled: false = plain k3; clip_ratio: largest pi_theta/mu in the weight, null = no limit."""
+
     enabled: bool = True
     estimator: str = "importance_sampling_corrected"
     clip_ratio: float | None = 5.0  # paper: no clip; guide: a clip without a value; ours: MiniRL's 5
@@ -72,10 +74,11 @@ class UnbiasedKL:
 
 @dataclass
 class SequenceMasking:
+    """Eq. 9. divergence_threshold: delta, in nats; min_keep_ratio: least share of the sequences that stays."""
+
     enabled: bool = True
-    divergence_threshold: float = (
-        0.1  # paper: not stated; ours: inside the 0.05 to 0.2 that public runs found reasonable
-    )
+    # paper: not stated; ours: inside the 0.05 to 0.2 that public runs found reasonable
+    divergence_threshold: float = 0.1
     # guide: not stated; ours: off. A share of the optimizer step, whatever its split into micro-batches and processes; above 0
     # a step of several micro-batches is scored once more, without a gradient: 15 % of a step of the tiny MoE
     min_keep_ratio: float = 0.0
@@ -83,13 +86,15 @@ class SequenceMasking:
 
 @dataclass
 class Consistency:
+    """keep_routing: R3, on a MoE; keep_sampling_mask: where --top_p, --top_k or --min_p truncate. Both are off where they do not apply."""
+
     keep_routing: bool = True
     keep_sampling_mask: bool = True
 
 
 @dataclass
 class RLStability:
-    """The guide's configuration block. `RLStability.read(tree)` fills it from nested keys; unknown keys and kinds are errors."""
+    """The guide's configuration block."""
 
     unbiased_kl: UnbiasedKL = field(default_factory=UnbiasedKL)
     sequence_masking: SequenceMasking = field(default_factory=SequenceMasking)
@@ -97,6 +102,7 @@ class RLStability:
 
     @classmethod
     def read(cls, tree):
+        """The block of nested keys {part: {name: value}}, the rest as above. ValueError for an unknown key or a value out of range."""
         block = cls()
         if not isinstance(tree, dict):
             raise ValueError(
@@ -208,12 +214,8 @@ class DSV32Trainer(RLVRTrainer):
     def _compute_loss(self, model, inputs):
         # log-probs over the recorded experts and the recorded sets of tokens, where kept
         args, block, batch = self.args, self.args.block, self.score(model, inputs)
-        logps, mu, mask, advantages = (
-            batch.logps,
-            batch.rollout_logps,
-            batch.mask,
-            batch.advantages,
-        )  # (N, T), ..., (N, 1)
+        logps, mu = batch.logps, batch.rollout_logps  # (N, T)
+        mask, advantages = batch.mask, batch.advantages  # (N, T), (N, 1)
 
         # paper: eq. 9's pi_old is the engine's; whether eq. 6's and 7's is too is not stated; we: mu in all three, since mu sampled
         loss = ppo_clip_loss(logps, mu, advantages, self.epsilon_low, self.epsilon_high)  # (N, T)

@@ -41,11 +41,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run or copy a recipe without installing anything
 from rlvr_data import PROMPT_STYLES, load_math_rows, load_math_rows_report  # noqa: E402
 from rlvr_launch import (  # noqa: E402
-    HelpFormatter,
-    Parser,
     check_processes,
     check_ranges,
     find_model,
+    make_small_parser,
     one_sentence,
     refuse_unknown,
     say,
@@ -617,13 +616,11 @@ def report(summary):
     return "\n".join(lines)
 
 
-def make_parser():
-    return Parser(EvaluateConfig, description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
-
-
 def main():
     with one_sentence():
-        config, unknown = make_parser().parse_args_and_config(return_remaining_strings=True)
+        config, unknown = make_small_parser(EvaluateConfig, __doc__).parse_args_and_config(
+            return_remaining_strings=True
+        )
         refuse_unknown(unknown, EvaluateConfig)
         job = prepare(config)
     evaluate(job)

@@ -104,9 +104,8 @@ class MiniRLAsyncTrainer(AsyncTrainer):
 
         eps_low, eps_high = (math.inf, math.inf) if args.no_clip else (self.epsilon_low, self.epsilon_high)
         behaviour = old_logps if args.no_is else rollout_logps  # (N, T): what the weight's denominator is
-        anchor = (
-            rollout_logps if args.clip_against == "behaviour" else old_logps
-        )  # (N, T): what the clip's denominator is
+        # (N, T): what the clip's denominator is
+        anchor = rollout_logps if args.clip_against == "behaviour" else old_logps
         loss = minirl_loss(logps, anchor, behaviour, advantages, eps_low, eps_high, args.is_cap)  # (N, T)
 
         ratio = (logps - anchor).detach().exp()

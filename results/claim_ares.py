@@ -189,6 +189,7 @@ SPECTRA_HEAD = ["arm"] + [
 
 
 def ares(seeds, steps, out, jobs):
+    """Runs the sweep and writes its table; prints the best rates."""
     arms = sweep_arms()
     runs, _ = run_arms("ares", arms, seeds, steps, out, jobs, recipe="ares_dapo", every=10)
     names, rows = rows_by_arm(runs, sweep_cells)

@@ -122,9 +122,8 @@ def effects(runs):
 def at_equal_time(runs, times):
     """Training reward when the synchronous run has made half of its updates, from the seconds of an update of each staleness."""
     sync = times["S=0"]["seconds_of_an_update"]
-    last = min(
-        records[-1]["step"] for by_seed in runs.values() for records, _ in by_seed.values()
-    )  # 48, fewer with --steps
+    # 48, fewer with --steps
+    last = min(records[-1]["step"] for by_seed in runs.values() for records, _ in by_seed.values())
     yield from (
         "",
         f"| arm | seconds of an update | updates in the time of {last // 2} synchronous ones | reward then (8 updates) |",
@@ -144,6 +143,7 @@ def at_equal_time(runs, times):
 
 
 def async_(seeds, steps, out, jobs):
+    """Runs every staleness and writes tables and curves; the last table needs the seconds of `async_time`."""
     runs, _ = run_arms("async", ARMS, seeds, steps, out, jobs, recipe="minirl_async_r3", every=8)
     curves_by_group(runs, out)
     names, rows = rows_by_arm(runs, cells_of)

@@ -86,6 +86,7 @@ def kl_gradients():
 
 
 def dsv32(seeds, steps, out, jobs):
+    """Runs every arm and writes table and curves, and the table of gradients of one token."""
     runs, _ = run_arms("dsv32", DSV32_ARMS, seeds, steps, out, jobs, recipe="dsv32_stable", every=8)
     curves_by_group(runs, out)
     names, rows = rows_by_arm(runs, dsv32_cells)

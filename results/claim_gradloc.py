@@ -19,24 +19,11 @@ STALE = [
 ]  # fmt: skip
 MEASURE = ["--layer_clip_alpha", "inf"]  # LayerClip that clips nothing: its metrics alone
 SGD = [
-    "--optim",
-    "sgd",
-    "--learning_rate",
-    "1.0",
-    "--warmup_steps",
-    "100",
-    "--max_steps",
-    "96",
-    "--max_grad_norm",
-    "0",
-]
+    "--optim", "sgd", "--learning_rate", "1.0", "--warmup_steps", "100", "--max_steps", "96", "--max_grad_norm", "0",
+]  # fmt: skip
 ADAMW = ["--learning_rate", "3e-3", "--warmup_steps", "200", "--max_steps", "120", "--max_grad_norm", "0"]
-WIDE = [
-    "--seq_clip_low",
-    "0.9",
-    "--seq_clip_high",
-    "1.1",
-]  # the blog's band is for answers of 8k tokens; these have 20
+# the blog's band is for answers of 8k tokens; these have 20
+WIDE = ["--seq_clip_low", "0.9", "--seq_clip_high", "1.1"]
 SPIKING_ARMS = {
     "SGD: GRPO": [*SGD, *MEASURE, "--token_clip", "none"],
     "SGD: GRPO + global clip at 1": [*SGD, *MEASURE, "--token_clip", "none", "--max_grad_norm", "1"],
@@ -67,6 +54,7 @@ def table_rows(runs):
 
 
 def grpo_tokenclip(seeds, steps, out, jobs):
+    """Runs the three arms and writes table and curves."""
     runs, _ = run_arms("grpo_tokenclip", ARMS, seeds, steps, out, jobs)
     curves(runs, out / "curve.png")
     head = ["arm", "held-out before %", "after %", "gain, points", "largest grad norm", "mismatch k3, last 20 steps",
@@ -86,6 +74,7 @@ def largest_spike(records):
 
 
 def gradloc(seeds, steps, out, jobs):
+    """Runs the ladder and writes its table, with what GradLoc said of the spikes, and the curves."""
     arms = {arm: [*STALE, *options] for arm, options in SPIKING_ARMS.items()}
     runs, work = run_arms("gradloc", arms, seeds, steps, out, jobs)
     for optimizer in ("SGD", "AdamW"):

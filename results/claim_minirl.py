@@ -30,10 +30,8 @@ MINIRL_ARMS = {
     ]
     for n in (2, 4, 8) for replay in ("no replay", "R2", "R3") for clip in ("no clip", "clip")
 }  # fmt: skip
-TINY_MINIRL = [
-    "--config",
-    str(REPO / "recipes" / "configs" / "tiny_minirl.yaml"),
-]  # a named model has no default config
+# a named model has no default config
+TINY_MINIRL = ["--config", str(REPO / "recipes" / "configs" / "tiny_minirl.yaml")]
 COLD_STARTS = {
     f"cold start: {teacher}": [
         *MINIRL, *TINY_MINIRL, "--model_name_or_path", model, "--num_minibatches", "2", "--max_steps", "240",
@@ -94,10 +92,8 @@ def minirl_cells(records, minutes):
 
 def minirl_pairs(after):
     """What the clip, R2 and R3 change in held-out accuracy, compared with the same arm and seed without. {(arm, seed): %} -> lines."""
-    seeds, grid = (
-        sorted({seed for _, seed in after}),
-        [(n, replay) for n in (2, 4, 8) for replay in ("no replay", "R2", "R3")],
-    )
+    seeds = sorted({seed for _, seed in after})
+    grid = [(n, replay) for n in (2, 4, 8) for replay in ("no replay", "R2", "R3")]
     clip = {
         (n, r, s): after[f"N={n}: {r}, clip", s] - after[f"N={n}: {r}, no clip", s] for n, r in grid for s in seeds
     }
@@ -122,6 +118,7 @@ def minirl_pairs(after):
 
 
 def minirl_report(claim, arms, seeds, steps, out, jobs):
+    """Runs arms and writes table and curves; of `minirl` also what clip and replay change, paired."""
     runs, _ = run_arms(claim, arms, seeds, steps, out, jobs, recipe="minirl_sync", every=8)
     curves_by_group(runs, out)
     names, rows = rows_by_arm(runs, minirl_cells)
@@ -135,8 +132,10 @@ def minirl_report(claim, arms, seeds, steps, out, jobs):
 
 
 def minirl(seeds, steps, out, jobs):
+    """The ablations, and the three cold starts."""
     minirl_report("minirl", MINIRL_ARMS | COLD_STARTS, seeds, steps, out, jobs)
 
 
 def minirl_push(seeds, steps, out, jobs):
+    """The same arms where they break."""
     minirl_report("minirl_push", MINIRL_PUSH, seeds, steps, out, jobs)

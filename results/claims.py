@@ -53,6 +53,7 @@ def claim(name, statement, source, evidence):
 
 
 def read(name):
+    """A JSON file of results/."""
     return json.loads((RESULTS / name).read_text())
 
 
@@ -79,6 +80,7 @@ def mean_of(runs, arm, metric, last=None):
 
 
 def largest_of(runs, arm, metric):
+    """Largest value of a metric over a run, of each seed."""
     return [max(r[metric] for r in runs[arm][s] if metric in r) for s in sorted(runs[arm])]
 
 
@@ -102,6 +104,7 @@ def rises(values):
 
 
 def points(values, what="points"):
+    """Mean, spread and number of pairs, as text."""
     return f"{spread(values)} {what} over {len(values)} pairs"
 
 
@@ -117,10 +120,12 @@ BLOG = "GradLoc blog, 2026-02"
 
 
 def planted(kind, method="directional"):
+    """Rates of one kind of planted anomaly, found by one method."""
     return read("gradloc/planted.json")["rates"][kind][method]
 
 
 def found(kind, cause):
+    """Verdict on "directional finds the anomaly and names its cause", in 95 % of the trials or more."""
     rates = planted(kind)
     verdict = SEEN if rates["found"] >= 0.95 and rates["classified"] >= 0.95 else NOT_SEEN
     return (
@@ -389,6 +394,7 @@ def _():
 
 
 def stale_arms(staleness, replay="R3", clip="clip"):
+    """Name of an arm of `async`, one update a sampling."""
     return f"N=1, {replay}, {clip}: S={staleness}"
 
 
@@ -568,6 +574,7 @@ def _():
 
 
 def ablation(name, step="literal"):
+    """What the full Ares gains over one that lacks `name`, at 3e-4, pair by pair."""
     runs = runs_of("ares")
     full = {"literal": "ares", "projected": "projected"}[step]
     return differences([(after(runs, f"{step}, {name} at 3e-4"), after(runs, f"{full} at 3e-4"))])
@@ -732,13 +739,15 @@ def tables():
 
 
 def tally(verdicts):
+    """ "3 seen, 2 not seen" of verdicts."""
     verdicts = list(verdicts)
     return ", ".join(f"{verdicts.count(v)} {v}" for v in (SEEN, NOT_SEEN, OPPOSITE, NOT_MADE) if v in verdicts)
 
 
 def recipe_table(entries, verdicts):
+    """Lines of README's table of recipes."""
     runs = runs_of("defaults") if "defaults" in entries else {}
-    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | the papers' claims, tried here |"
+    yield "| recipe | papers | the idea in one line | with no flag, on the tiny model | claims tried here, the papers' and ours |"
     yield "|---|---|---|---|---|"
     for name, (papers, idea, ids, report) in RECIPES.items():
         own = tally(v for i, v in verdicts.items() if i.split("-")[0] in ids)
@@ -774,5 +783,6 @@ def written():
 
 
 def write():
+    """Writes results/claims.md and README's tables."""
     for path, text in written().items():
         path.write_text(text)

@@ -99,9 +99,8 @@ def main():
             if not args.quick:
                 record(name, " ".join(["python", *command]), (time.monotonic() - start) / 60, "-")
             continue
-        seeds = args.seeds or (
-            [0] if args.quick else [5, 6, 7, 8, 9] if name == "gradloc" else [0, 1, 2]
-        )  # 0-4 chose the setting
+        # 0-4 chose the setting of gradloc
+        seeds = args.seeds or ([0] if args.quick else [5, 6, 7, 8, 9] if name == "gradloc" else [0, 1, 2])
         steps = args.steps or (4 if args.quick else None)
         full = steps is None and len(seeds) >= 3
         RUNS[name][1](seeds, steps, (REPO / "results" if full else REPO / "runs" / "quick") / name, args.jobs)

@@ -130,7 +130,7 @@ def spread(values):
 
 
 def curves(runs, path):
-    """Reward, gradient norm, mismatch k3 and masked fraction: mean over seeds, the band is min to max."""
+    """Reward, gradient norm, mismatch k3 and entropy: mean over seeds, the band is min to max."""
     figure, axes = plt.subplots(1, 4, figsize=(20, 4.5), constrained_layout=True)
     panels = ("reward", "grad_norm", "mismatch/k3", "entropy")
     for axis, metric in zip(axes, panels, strict=True):

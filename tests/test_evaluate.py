@@ -173,6 +173,12 @@ def run(folder, **changes):
     return ev.evaluate(ev.prepare(config(folder, **changes)))
 
 
+@pytest.fixture(autouse=True)
+def no_folder_stays_taken():
+    yield
+    ev.let_go()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An evaluation without a stop: (folder, summary)."""
@@ -526,24 +532,27 @@ def test_defaults_follow_the_source():
 
 
 def test_help_and_config_file(tmp_path):
-    text = ev.make_parser().format_help()
+    def make_parser():
+        return ev.make_small_parser(ev.EvaluateConfig, ev.__doc__)
+
+    text = make_parser().format_help()
     assert len(text.splitlines()) < 70
     assert all(f"--{name}" in text for name in ev.EvaluateConfig.__dataclass_fields__)
     path = tmp_path / "c.yaml"
     path.write_text("samples: 5\ntemperature: 0.6\n")
-    (parsed,) = ev.make_parser().parse_args_and_config(["--config", str(path), "--samples", "7"])
+    (parsed,) = make_parser().parse_args_and_config(["--config", str(path), "--samples", "7"])
     assert (parsed.samples, parsed.temperature) == (7, 0.6)
     for theirs, ours in {"dataset": "source", "model_name_or_path": "model"}.items():
         for option in (f"--{theirs}", f"--{ours}"):
-            (parsed,) = ev.make_parser().parse_args_and_config([option, "mine"])
+            (parsed,) = make_parser().parse_args_and_config([option, "mine"])
             assert vars(parsed)[ours] == "mine", option
         path.write_text(f"{theirs}: mine\n")
-        _, unknown = ev.make_parser().parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+        _, unknown = make_parser().parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
         with pytest.raises(ValueError, match=f"--{theirs} mine is no option of this recipe: did you mean --{ours}?"):
             ev.refuse_unknown(unknown, ev.EvaluateConfig)
     path.write_text("sample: 5\n")
     with pytest.raises(ValueError, match="sample"):
-        ev.make_parser().parse_args_and_config(["--config", str(path)])
+        make_parser().parse_args_and_config(["--config", str(path)])
 
 
 @pytest.mark.slow

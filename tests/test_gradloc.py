@@ -1279,6 +1279,8 @@ def test_name_remedy_evidence_and_sentence_of_a_token_agree(ratio, mismatch, nam
             places = [words.index(way) for way in ("fewer updates", "learning")]
             assert places == sorted(places) and "clip" in words[places[1] :]
     assert report.to_dict()["cause_name"] == name
+    gradloc_causes.diagnose_into(report, (0.5, 5.0), (0.995, 1.005), "grpo_tokenclip.py")
+    assert report.remedy == f"{remedy} of grpo_tokenclip.py"
 
 
 def test_what_was_not_judged_is_not_called_unknown():

@@ -596,6 +596,13 @@ def test_wrong_flags_are_refused_in_one_sentence(tmp_path, flags, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_gradloc_names_the_recipe_whose_flag_treats_it(tmp_path):
+    for make, where in ((make_minirl, "grpo_tokenclip.py"), (make_ours, "")):
+        folder = tmp_path / make.__name__
+        trainer = make(folder, model=MODEL, gradloc="directional", per_device_train_batch_size=8)
+        assert trainer._attachment.gradloc.clips_in == where
+
+
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_replay_on_a_dense_model_is_refused(tmp_path, mode):
     with pytest.raises(ValueError, match=f"^--routing_replay {mode}: the model is dense, .* use none$"):
