@@ -110,6 +110,7 @@ class JsonLines:
         self.path, self.waiting = Path(path), []
 
     def write(self, record):
+        """Append {name: value}. Raises OSError where it is not for want of space."""
         first = not self.waiting
         self.waiting.append(record)
         try:
