@@ -49,7 +49,6 @@ from rlvr_launch import (
     check_batch,
     check_distributed,
     check_ranges,
-    complete_checkpoints,
     derive_accumulation,
     leave,
     lowering,
@@ -58,7 +57,16 @@ from rlvr_launch import (
     say,
 )
 from rlvr_report import RunReport, table
-from rlvr_resume import Stopped, let_go, nothing_left, settings_of, stop_line, stoppable, write_settings
+from rlvr_resume import (
+    Stopped,
+    complete_checkpoints,
+    let_go,
+    nothing_left,
+    settings_of,
+    stop_line,
+    stoppable,
+    write_settings,
+)
 from rollout import ROLLOUT_DTYPES, TransformersEngine
 from routing import (  # noqa: F401  (record_routing, replay_routing, routing_agreement: recipes import them from here)
     agreeing_rows,
@@ -1393,11 +1401,7 @@ class RLVRTrainer(GRPOTrainer):
         finally:
             self.args.save_total_limit = limit
         if self.guard is not None:
-            failed = self.accelerator.gather(
-                torch.tensor([float(failure is not None)], device=self.accelerator.device)
-            )
-            if failed.any():  # also where it was another rank's disk
-                self.guard.could_not_save(failure or "on another process")
+            self.guard.could_not_save(failure)
         self.accelerator.wait_for_everyone()  # every rank's part is written
         self._complete(trial)
         if self.args.should_save:
@@ -1704,7 +1708,7 @@ def _run(trainer, held_out, report):
         if trainer.accelerator.is_main_process and args.resume_from_checkpoint is None:
             report.write({"step": 0, "eval/accuracy": before["accuracy"], "eval/stderr": before["stderr"]})
     try:
-        stability.train(trainer, args.resume_from_checkpoint)
+        stability.train_from_whole(trainer, args.resume_from_checkpoint)
     except stability.GuardHalt as halt:
         if trainer.accelerator.is_main_process:
             report.draw()

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.import_utils import is_vllm_available
 
-from rlvr_resume import Stopped, check_resumed, end_with_parent, hold, let_go, stoppable
+from rlvr_resume import Stopped, check_resumed, complete_checkpoints, end_with_parent, hold, let_go, stoppable
 from stability_control import read_yaml
 
 REPO = Path(__file__).resolve().parent
@@ -429,13 +429,6 @@ def unclaim():
         with contextlib.suppress(OSError):  # not empty, or gone
             for path in made:
                 path.rmdir()
-
-
-def complete_checkpoints(folder):
-    """The folders of complete checkpoints, oldest first."""
-    found = [p.parent for p in folder.glob("checkpoint-*/rollout_state_0.pt")]
-    found = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
 
 
 def decided_by_main(decide):

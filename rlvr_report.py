@@ -372,7 +372,8 @@ class RunReport(TrainerCallback):
         self.drawn_at = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Opens the bar; after a resume, or a rollback, drops the lines of steps that are about to be done again."""
+        """Opens the bar; after a resume, or a rollback, drops the lines of steps that are about to be done again and sets their
+        checkpoints aside."""
         if not state.is_world_process_zero:
             return
         self.records.cut(state.global_step)

@@ -152,14 +152,29 @@ def check_resumed(args):
     )
 
 
+def step_of(checkpoint):
+    """The optimizer step of .../checkpoint-N."""
+    return int(Path(checkpoint).name.split("-")[1])
+
+
+def on_disk(folder):
+    """Checkpoints of a run, oldest step first."""
+    found = [p for p in Path(folder).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def complete_checkpoints(folder):
+    """Those of them that a run can go on from: the main process's part is written last."""
+    return [p for p in on_disk(folder) if (p / "rollout_state_0.pt").exists()]
+
+
 ASIDE = "set_aside"  # in a run folder: checkpoints of a course that was left
 
 
 def set_aside(folder, step):
     """A run that goes on from `step` takes another course than the checkpoints after it: `last`, retention and a rollback would
     mix the two. Moves them to set_aside/, set_aside-2/, ... -> the line that says so, or None."""
-    later = [p for p in Path(folder).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
-    later = sorted((p for p in later if int(p.name.split("-")[1]) > step), key=lambda p: int(p.name.split("-")[1]))
+    later = [p for p in on_disk(folder) if step_of(p) > step]
     if not later:
         return None
     number = 1

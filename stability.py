@@ -42,6 +42,7 @@ from transformers.trainer import rotate_checkpoints
 
 from gradloc_methods import replayed_rng, rng_state
 from rlvr_report import FULL_DISK, JsonLines, to_json
+from rlvr_resume import complete_checkpoints, on_disk, step_of
 from rollout import model_fingerprint
 from stability_control import ControlFile, Stages, change, parse_stages
 from stability_report import cause_of, glossary, write_acceptance
@@ -323,10 +324,7 @@ def _crc(path):
 
 def write_manifest(checkpoint):
     """Size and CRC-32 of every file of a checkpoint, so that a torn or corrupt one is known before it is loaded."""
-    own = {
-        MANIFEST,
-        Path(MANIFEST).with_suffix(".tmp").name,
-    }  # the second: of a process that was killed at this very place
+    own = {MANIFEST, Path(MANIFEST).with_suffix(".tmp").name}  # the second: left by a kill at this very place
     files = sorted(p for p in Path(checkpoint).rglob("*") if p.is_file() and p.name not in own)
     entries = {str(p.relative_to(checkpoint)): [p.stat().st_size, _crc(p)] for p in files}
     write_atomically(Path(checkpoint) / MANIFEST, json.dumps(entries))
@@ -363,17 +361,6 @@ def faults(checkpoint):
         elif _crc(path) != crc:
             found.append(f"{path} holds other bytes than were written")
     return found
-
-
-def step_of(checkpoint):
-    """The optimizer step of .../checkpoint-N."""
-    return int(Path(checkpoint).name.split("-")[1])
-
-
-def on_disk(folder):
-    """Checkpoints of a run, oldest step first."""
-    found = [p for p in Path(folder).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=step_of)
 
 
 def removable(steps, good, keep, old=(), waiting=()):
@@ -872,7 +859,7 @@ class StabilityGuard(TrainerCallback):
 
     def _failed_to_write(self, checkpoint):
         """Writes its manifest. A checkpoint that gets none is as good as torn: whether that is so, on all processes."""
-        failure, accelerator = None, self.trainer.accelerator
+        failure = None
         try:
             if self.main:
                 write_manifest(checkpoint)
@@ -880,11 +867,9 @@ class StabilityGuard(TrainerCallback):
             if not save_failed(self, error):
                 raise
             failure = error
-        failed = accelerator.reduce(torch.tensor(float(failure is not None), device=accelerator.device), "sum") > 0
-        if failed:
-            self.could_not_save(failure or "on another process")
-        accelerator.wait_for_everyone()
-        return bool(failed)
+        failed = self.could_not_save(failure)
+        self.trainer.accelerator.wait_for_everyone()
+        return failed
 
     def on_train_end(self, args, state, control, **kwargs):
         """Waits for the hooks."""
@@ -903,13 +888,19 @@ class StabilityGuard(TrainerCallback):
             shutil.rmtree(self.folder / f"checkpoint-{step}", ignore_errors=True)
 
     def could_not_save(self, error):
-        """A checkpoint failed to be written. The torn one is removed; training goes on and the one before stays."""
-        checkpoint = self.folder / f"checkpoint-{self.trainer.state.global_step}"
-        if self.main:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        self._tell(
-            "warn", f"{checkpoint} could not be written ({error}): training goes on; free disk space", kind="disk"
-        )
+        """Whether the checkpoint failed to be written (error) on any process; all call it. A torn one is removed; training goes on
+        and the one before stays."""
+        accelerator = self.trainer.accelerator
+        failed = accelerator.gather(torch.tensor([float(error is not None)], device=accelerator.device)).any().item()
+        if failed:
+            checkpoint = self.folder / f"checkpoint-{self.trainer.state.global_step}"
+            if self.main:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            cause = error or "on another process"
+            self._tell(
+                "warn", f"{checkpoint} could not be written ({cause}): training goes on; free disk space", kind="disk"
+            )
+        return failed
 
     def crashed(self, error):
         """The run ends with an error of the program or of the rollout engine, which is no anomaly of the training."""
@@ -959,7 +950,7 @@ class StabilityGuard(TrainerCallback):
         return str(self.folder / f"checkpoint-{chosen}")
 
     def _halt_text(self, reason, before_update):
-        complete = [step_of(p) for p in on_disk(self.folder) if (p / "rollout_state_0.pt").exists()]
+        complete = [step_of(p) for p in complete_checkpoints(self.folder)]
         best = max([s for s in complete if s in self.ledger["good"]] or complete, default=None)
         text = f"the guard stopped the run: {reason}"
         text += "; the weights are those before the step" if before_update else ""
@@ -1029,6 +1020,11 @@ def train(trainer, checkpoint=None):
     """`trainer.train`, through rollbacks. A damaged checkpoint is refused by name before anything is loaded."""
     if checkpoint is not None:
         refuse_damaged(checkpoint)
+    return train_from_whole(trainer, checkpoint)
+
+
+def train_from_whole(trainer, checkpoint=None):
+    """`train` for who has called `refuse_damaged` before: it reads every byte of a checkpoint."""
     if trainer.guard is None:
         return trainer.train(resume_from_checkpoint=checkpoint)
     try:
